@@ -1,0 +1,24 @@
+"""The two ways a command can fail on purpose: one sentence each, no traceback."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Bad input: says what was wrong, what was given, what would be right. Exit code 2."""
+
+
+class RunError(RuntimeError):
+    """Work that could not be finished: a full disk, a broken checkpoint, a loss that is not finite. Exit code 1."""
+
+
+def unknown(kind: str, given: str, known: Iterable[str]) -> UserError:
+    """The error for a name nobody has, with the nearest names that exist.
+
+    >>> print(unknown("task", "cpoy", ["copy", "reverse"]))
+    unknown task 'cpoy'; did you mean 'copy'? (known: copy, reverse)
+    """
+    names = sorted(known)
+    near = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
+    hint = f"; did you mean '{near[0]}'?" if near else ";"
+    return UserError(f"unknown {kind} '{given}'{hint} (known: {', '.join(names)})")

@@ -1,0 +1,59 @@
+"""The contract of a task: how an example is drawn, and what counts as its length."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+from prism.settings import Settings
+
+Split = Literal["train", "validation", "test"]
+
+
+class Example(NamedTuple):
+    """One line of text in two halves. The prompt ends with `=`, the completion with `.`; only the latter is scored."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Task(Settings):
+    """A source of examples. Its fields, if any, are its options; `name` makes it known to the command line.
+
+    A new task is one new file in this folder: a frozen dataclass that inherits from `Task`, sets the class
+    attributes below and implements `example`. Everything else has a default that suits most tasks.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]  # one line for `prism tasks`
+    length_means: ClassVar[str]  # what the x axis of a figure counts
+    training_length: ClassVar[int] = 10  # the default of --max-length: the paper's
+    has_curriculum: ClassVar[bool] = True  # false where examples come from a fixed set
+    separator: ClassVar[str] = ""  # "" one token per character, " " one token per word
+
+    @property
+    def alphabet(self) -> tuple[str, ...]:
+        """Every token the task can write, in a fixed order; the position is the token's id."""
+        raise NotImplementedError
+
+    def example(self, rng: random.Random, length: int, split: Split = "test") -> Example:
+        """An example of exactly this length, drawn from `rng` alone."""
+        raise NotImplementedError
+
+    def training_example(self, rng: random.Random, max_length: int, split: Split = "train") -> Example:
+        """An example as training sees it: by default of a length uniform in 1..max_length."""
+        return self.example(rng, rng.randint(1, max_length), split)
+
+    def answer(self, prompt: str) -> str:
+        """The right completion of a prompt. Raises `UserError` for a prompt the task could not have written."""
+        raise NotImplementedError
+
+    def parts(self, completion: str) -> Mapping[str, slice]:
+        """Named stretches of a completion, in tokens, that are scored on their own as well. None by default."""
+        return {}
+
+    def sweep(self, max_length: int) -> tuple[int, ...]:
+        """The test lengths of a figure, for a model trained up to `max_length`."""
+        factors = (0.5, 1, 1.5, 2, 3, 4, 6, 10)
+        return tuple(sorted({max(1, round(factor * max_length)) for factor in factors}))
