@@ -1,0 +1,167 @@
+"""A PRISM layer: query and key cursors, what moves them, and what they remember from chunk to chunk.
+
+Dimensions: batch; time = tokens of this chunk; seen = all tokens so far; bins = 2P + 1 offsets; cursors = query or
+key cursors of one PRISM layer (layers served x heads x cursors per head).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from prism.gates import CopyAttention, CursorGates, LocalGates, Recurrence, RecurrentGates
+from prism.ops.histogram import branch_weights, histogram_scan, one_hot_start
+from prism.ops.superposition import Norm
+from prism.settings import Settings, setting
+
+@dataclass(frozen=True)
+class PrismConfig(Settings):
+    """What PRISM can be. The defaults are the paper's; PAPER.md says which of them it states."""
+
+    gates: Literal["gru", "local"] = "gru"  # the paper's GRU, or a causal convolution over the last `window` tokens
+    gate_features: int = setting(100, low=1)  # width of the GRU's state, or of the convolution
+    window: int = setting(4, low=1)  # tokens the local gates see
+    recurrence: Recurrence = "orthogonal"  # how the GRU's W_hh is kept in bounds
+    depths: tuple[int, ...] = setting((0,), low=0)  # a PRISM layer before each of these Transformer layers
+    cursors: int = setting(4, low=1)  # per head
+    reset_start: float = setting(0.5, above=0, high=0.999)  # initial reset probability
+    gamma_start: float = setting(2.0, above=1)  # initial sharpening exponent
+    epsilon: float = setting(1e-8, low=0, high=1e-2)  # added to every bin before sharpening
+    start_spread: int = setting(0, low=0)  # offsets either side of 0 that a learned start may use; 0: one-hot at 0
+    support: int | None = None  # P, if it is not to be the length of the sequence
+    pe_width: int = setting(340, low=2)  # d_pe, the sinusoids' width
+    superposition: Literal["low_rank", "full", "expected"] = "low_rank"  # "expected": f(E[position]), an ablation
+    norm: Norm = "constant"
+    absolute: bool = False  # one more channel with the absolute position (CONCAT_ABS_POSITION_ENCODINGS)
+    content: bool = True  # False: positions only, mu = 0
+    alpha_start: float = setting(1.0, above=0)
+    alpha_rate: float = setting(0.03, above=0)  # alpha's own learning rate
+    alpha_betas: tuple[float, float] = setting((0.8, 0.92), low=0, high=0.9999)
+    gate_decay: bool = True  # whether weight decay applies to gates and gamma
+    copy_every: int = setting(0, low=0)  # every n-th query cursor may copy; 0: none. The paper's: 5 for some tasks
+    copy_key: Literal["increment", "trained"] = "increment"  # the key cursor a copying one is paired with
+    copy_width: int = setting(32, low=1)
+    copy_null_start: float = setting(4.0)
+
+
+@dataclass
+class CursorState:
+    """What one PRISM layer remembers between chunks."""
+
+    gates: Tensor | None = None
+    moving: Tensor | None = None  # histograms of the cursors without copy branch
+    copying: Tensor | None = None
+    copy_keys: Tensor | None = None
+    copy_histograms: Tensor | None = None  # of the trained key cursors a copying one may jump to
+
+
+class PrismLayer(nn.Module):
+    """Gates, query and key cursors and their copy branch, for the heads of the Transformer layers it serves."""
+
+    def __init__(self, width: int, depth: int, cursors: int, config: PrismConfig) -> None:
+        super().__init__()
+        self.config, self.cursors = config, cursors
+        # Deeper in the stack the residual stream's scale is anything; at depth 0 it is the embedding's own.
+        self.norm = nn.LayerNorm(width) if depth else nn.Identity()
+        self.gates: RecurrentGates | LocalGates
+        if config.gates == "gru":
+            self.gates = RecurrentGates(width, config.gate_features, config.recurrence)
+        else:
+            self.gates = LocalGates(width, config.gate_features, config.window)
+        copies = torch.arange(cursors) % config.copy_every == config.copy_every - 1 if config.copy_every else (
+            torch.zeros(cursors, dtype=torch.bool)
+        )
+        self.copying = [int(i) for i in copies.nonzero()]
+        self.fixed_keys = self.copying if config.copy_key == "increment" else []
+        # Moving cursors, in this order: query cursors that don't copy, then key cursors with gates of their own.
+        self.moving_queries = [i for i in range(cursors) if i not in self.copying]
+        self.moving_keys = [i for i in range(cursors) if i not in self.fixed_keys]
+        moving = len(self.moving_queries) + len(self.moving_keys)
+        self.cursor_gates = CursorGates(config.gate_features, moving + len(self.copying), config.reset_start)
+        raw_gamma = math.log(math.expm1(config.gamma_start - 1))
+        self.raw_gamma = nn.Parameter(torch.full((moving + len(self.copying),), raw_gamma))
+        self.gamma_scale = 1.0  # a test-time knob: > 1 hardens every cursor
+        if config.start_spread:
+            self.start_logits = nn.Parameter(torch.zeros(moving + len(self.copying), 2 * config.start_spread + 1))
+            with torch.no_grad():
+                self.start_logits[:, config.start_spread] = 6.0
+        if self.copying:
+            self.copy = CopyAttention(
+                config.gate_features, len(self.copying), config.copy_width, config.copy_null_start
+            )
+
+    def gamma(self) -> Float[Tensor, " cursors"]:
+        """Sharpening exponent of each cursor, above 1."""
+        return (1 + nn.functional.softplus(self.raw_gamma)) * self.gamma_scale
+
+    def forward(
+        self, x: Float[Tensor, "batch time width"], capacity: int, seen: int, state: CursorState
+    ) -> tuple[Float[Tensor, "batch queries time bins"], Float[Tensor, "batch keys time bins"]]:
+        """Histograms of this chunk's query and key cursors; `state` moves on to the chunk's end."""
+        features, state.gates = self.gates(self.norm(x), state.gates)
+        reset, action = self.cursor_gates(features)
+        gamma = self.gamma()
+        queries, moving = len(self.moving_queries), len(self.moving_queries) + len(self.moving_keys)
+        if state.moving is None:
+            start = self._start(x, capacity)
+            state.moving, state.copying = start[:, :moving], start[:, moving:]
+        moved = histogram_scan(
+            state.moving, branch_weights(reset[:, :moving], action[:, :moving]), gamma[:moving], None,
+            self.config.epsilon,
+        )
+        state.moving = moved[:, :, -1] if x.shape[1] else state.moving
+        query, key = moved[:, :queries], moved[:, queries:]
+        if not self.copying:
+            return query, key
+        if self.fixed_keys:
+            fixed = increment_only(x.shape[1], capacity, seen, x).expand(x.shape[0], len(self.copying), -1, -1)
+            key = _interleave(key, fixed, self.moving_keys, self.fixed_keys)
+        copied, no_copy = self._copied(features, key, capacity, state)
+        assert state.copying is not None
+        jumped = histogram_scan(
+            state.copying, branch_weights(reset[:, moving:], action[:, moving:], no_copy), gamma[moving:], copied,
+            self.config.epsilon,
+        )
+        state.copying = jumped[:, :, -1] if x.shape[1] else state.copying
+        return _interleave(query, jumped, self.moving_queries, self.copying), key
+
+    def _start(self, x: Tensor, capacity: int) -> Float[Tensor, "batch cursors bins"]:
+        cursors, spread = self.raw_gamma.shape[0], self.config.start_spread
+        start = one_hot_start(x.shape[0], cursors, capacity, dtype=x.dtype, device=x.device)
+        if not spread:
+            return start
+        reach = min(spread, capacity)
+        learned = torch.softmax(self.start_logits[:, spread - reach : spread + reach + 1], dim=-1)
+        padded = nn.functional.pad(learned, (capacity - reach, capacity - reach))
+        return padded.to(x.dtype).expand(x.shape[0], -1, -1)
+
+    def _copied(
+        self, features: Tensor, key: Float[Tensor, "batch keys time bins"], capacity: int, state: CursorState
+    ) -> tuple[Float[Tensor, "batch copying time bins"], Float[Tensor, "batch copying time"]]:
+        """Mass each copying cursor receives: p_copy over the tokens seen, put where their key cursors stand."""
+        weights, no_copy, state.copy_keys = self.copy(features, state.copy_keys)
+        seen = weights.shape[-1]
+        if self.fixed_keys:  # token s stands at offset s + 1: a shift, whose cost does not grow with the bins
+            inside = weights[..., :capacity]
+            copied = nn.functional.pad(inside, (capacity + 1, max(0, capacity - seen)))
+            beyond = weights[..., capacity:].sum(-1)  # only when a chosen support is shorter than the sequence
+            return torch.cat((copied[..., :-1], (copied[..., -1] + beyond).unsqueeze(-1)), -1), no_copy
+        paired = key[:, self.copying]
+        earlier = state.copy_histograms
+        state.copy_histograms = paired if earlier is None else torch.cat((earlier, paired), dim=2)
+        return weights @ state.copy_histograms, no_copy
+
+
+def increment_only(time: int, capacity: int, seen: int, like: Tensor) -> Float[Tensor, "1 1 time bins"]:
+    """A cursor that always increments: one-hot at each token's absolute position, clamped at the support's edge."""
+    offsets = torch.arange(seen + 1, seen + time + 1, device=like.device).clamp_max(capacity) + capacity
+    return nn.functional.one_hot(offsets, 2 * capacity + 1).to(like.dtype)[None, None]
+
+
+def _interleave(first: Tensor, second: Tensor, first_at: list[int], second_at: list[int]) -> Tensor:
+    """Puts two groups of cursors (dimension 1) back into the order of their indices."""
+    order = torch.tensor(first_at + second_at, device=first.device).argsort()
+    return torch.cat((first, second), dim=1).index_select(1, order)

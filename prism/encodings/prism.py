@@ -1,0 +1,171 @@
+"""PRISM: relative positions as histograms that learned gates move (Lee, "Position as Probability", 2025).
+
+Dimensions: batch; time = tokens of this chunk; bins = 2P + 1 offsets; cursors = query or key cursors of one PRISM
+layer; columns = of the position vectors; channels = cursors of one head, and the absolute one if there is one.
+"""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from prism.cursors import CursorState, PrismConfig, PrismLayer
+from prism.encodings.encoding import Encoding, Stream
+from prism.errors import UserError
+from prism.ops.attention import extend
+from prism.ops.histogram import edge_mass
+from prism.ops.superposition import at_expected_position, low_rank_table, normalise, sinusoid_table, superpose
+
+if TYPE_CHECKING:
+    from prism.config import RunConfig
+
+EDGE_WARNING = 1e-3  # mass in the two outermost bins above which a too small support is said
+
+
+class Prism(Encoding):
+    """Learned relative positions for every head of a Transformer.
+
+    In a Transformer of your own, with SDPA or any kernel that scores by inner product:
+
+        positions = Prism(width=256, layers=6, heads=8)         # once, beside your other modules
+        stream = positions.read(x)                              # per batch: x are the token embeddings
+        q, k = positions.extend(q, k, layer, stream)            # in each layer, before scaled_dot_product_attention
+    """
+
+    name = "prism"
+    summary = "histogram filter: learned gates move distributions over relative positions"
+    citation = "Lee, Position as Probability: Self-Supervised Transformers that Think Past Their Training, 2025"
+    Config = PrismConfig
+    config: PrismConfig
+
+    def __init__(
+        self, width: int, layers: int, heads: int, head_width: int | None = None, config: PrismConfig | None = None
+    ) -> None:
+        super().__init__(width, layers, heads, head_width, config)
+        depths = self.config.depths
+        if list(depths) != sorted(set(depths)) or not depths or depths[-1] >= layers:
+            raise UserError(f"depths must be increasing layer numbers below {layers}, got {depths}")
+        self.served = {
+            depth: range(depth, after) for depth, after in zip(depths, (*depths[1:], layers), strict=True)
+        }
+        self.prism_layers = nn.ModuleDict({
+            str(depth): PrismLayer(width, depth, len(served) * heads * self.config.cursors, self.config)
+            for depth, served in self.served.items()
+        })
+        positioned = layers - depths[0]
+        channels = self.config.cursors + self.config.absolute
+        self.alpha = nn.Parameter(torch.full((positioned, heads, channels), self.config.alpha_start))
+        if self.config.content:
+            self.mu_logit = nn.Parameter(torch.zeros(positioned, heads))
+
+    @classmethod
+    def preset(cls, name: str, base: "RunConfig") -> "RunConfig":
+        copy_every = 5 if base.task.name in ("reverse", "scan_cot", "dyn_str_cpy") else 0
+        depths = (0, 3) if base.task.name in ("odds_first", "stack") and base.model.layers > 3 else (0,)
+        options = PrismConfig(copy_every=copy_every, depths=depths)
+        if name == "best":
+            options = dataclasses.replace(options, reset_start=0.047, alpha_rate=0.02)
+        if name == "quick":
+            options = dataclasses.replace(
+                options, gates="local", gate_features=64, cursors=2, pe_width=64, reset_start=0.047, gamma_start=3.5,
+                alpha_rate=0.02, gate_decay=False,
+            )
+        return dataclasses.replace(base, options=options)
+
+    def start(self, capacity: int) -> Stream:
+        stream = super().start(capacity)
+        stream.memory["cursors"] = {depth: CursorState() for depth in self.served}
+        return stream
+
+    def support(self, stream: Stream) -> int:
+        """P: the length of the sequence, unless the configuration sets another."""
+        return stream.capacity if self.config.support is None else self.config.support
+
+    def observe(self, x: Float[Tensor, "batch time width"], layer: int, stream: Stream) -> None:
+        if layer not in self.served:
+            return
+        capacity = self.support(stream)
+        histograms = self.prism_layers[str(layer)](x, capacity, stream.seen, stream.memory["cursors"][layer])
+        stream.memory["histograms", layer] = histograms
+        if stream.capacity > capacity:
+            self._warn_of_edges(histograms)
+        query, key = (self._position_vectors(cursors, len(self.served[layer]), stream) for cursors in histograms)
+        for served, q, k in zip(self.served[layer], query, key, strict=True):
+            stream.memory["positions", served] = q, k
+
+    def transform(
+        self, query: Tensor, key: Tensor, layer: int, stream: Stream
+    ) -> tuple[Float[Tensor, "batch heads time extended"], Float[Tensor, "batch heads time extended"]]:
+        first = self.config.depths[0]
+        if layer < first:
+            return query, key
+        q, k = stream.memory["positions", layer]
+        mu = torch.sigmoid(self.mu_logit[layer - first]) if self.config.content else None
+        return extend(query, key, q, k, self.alpha[layer - first], mu, self.config.pe_width)
+
+    def read(self, x: Float[Tensor, "batch time width"]) -> Stream:
+        """For a model of your own: runs the cursors over a whole batch of token embeddings."""
+        stream = self.start(x.shape[1])
+        self.observe(x, 0, stream)
+        return stream
+
+    def extend(
+        self, query: Tensor, key: Tensor, layer: int, stream: Stream
+    ) -> tuple[Float[Tensor, "batch heads time extended"], Float[Tensor, "batch heads time extended"]]:
+        """For a model of your own: (q, k) such that `scaled_dot_product_attention`, with its default scale, scores
+        by content and position together."""
+        q, k = self.transform(query / math.sqrt(query.shape[-1]), key, layer, stream)
+        return q * math.sqrt(q.shape[-1]), k
+
+    def penalty(self) -> Tensor | None:
+        penalties = [p for layer in self.prism_layers.values() if (p := layer.gates.penalty()) is not None]  # type: ignore[operator, union-attr]
+        return torch.stack(penalties).sum() if penalties else None
+
+    def optimizer_groups(self) -> Iterable[Mapping[str, Any]]:
+        yield {
+            "params": [self.alpha], "lr": self.config.alpha_rate, "betas": self.config.alpha_betas,
+            "weight_decay": 0.0,
+        }
+        if not self.config.gate_decay:
+            yield {"params": list(self.prism_layers.parameters()), "weight_decay": 0.0}
+
+    def set_gamma_scale(self, scale: float) -> None:
+        """Multiplies every cursor's gamma from here on: hardens them at test time."""
+        for layer in self.prism_layers.values():
+            layer.gamma_scale = scale  # type: ignore[assignment]
+
+    def _position_vectors(
+        self, histogram: Float[Tensor, "batch cursors time bins"], layers: int, stream: Stream
+    ) -> Iterable[Float[Tensor, "batch heads time channels columns"]]:
+        """Algorithms 2 and 3: one tensor for each Transformer layer served."""
+        config, capacity = self.config, histogram.shape[-1] // 2
+        batch, _, time, _ = histogram.shape
+        absolute = torch.arange(stream.seen + 1, stream.seen + time + 1, device=histogram.device)
+        if config.superposition == "expected":
+            vectors = at_expected_position(histogram, config.pe_width)
+            table = sinusoid_table(capacity, config.pe_width).to(histogram) if config.absolute else None
+        else:
+            make = low_rank_table if config.superposition == "low_rank" else sinusoid_table
+            table = make(capacity, config.pe_width).to(histogram)
+            vectors = superpose(histogram, table)
+        columns = vectors.shape[-1]
+        split = vectors.reshape(batch, layers, self.heads, config.cursors, time, columns).transpose(3, 4)
+        if config.absolute:
+            assert table is not None
+            channel = table[capacity + absolute.clamp_max(capacity)][:, None].expand(*split.shape[:4], 1, columns)
+            split = torch.cat((split, channel), dim=4)
+        return normalise(split, config.pe_width, config.norm).unbind(1)
+
+    def _warn_of_edges(self, histograms: tuple[Tensor, Tensor]) -> None:
+        worst = max(float(edge_mass(h).max()) if h.numel() else 0.0 for h in histograms)
+        if worst > EDGE_WARNING:
+            warnings.warn(
+                f"up to {worst:.1%} of a cursor's mass is piled up at the edge of its support of "
+                f"{self.config.support} offsets; a sequence this long wants a larger `support`, or none set",
+                stacklevel=3,
+            )

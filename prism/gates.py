@@ -1,0 +1,154 @@
+"""What decides how a cursor moves: the networks behind theta_t, and the attention behind the copy branch.
+
+Dimensions: width = of the residual stream; features = what a gate network makes of a token and those before it.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+Recurrence = Literal["orthogonal", "penalty", "normalised", "free"]
+
+
+class OrthogonalGates(nn.Module):
+    """Keeps each gate's square of a GRU's W_hh orthogonal, as Q_0 Cayley(A) with A skew.
+
+    One batched solve over the three squares. PyTorch's own `orthogonal` on the stacked [3H, H] matrix would make
+    only its columns orthonormal, and by default does so with thousands of Householder kernels.
+    """
+
+    base: Tensor
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        squares = torch.linalg.qr(torch.randn(3, hidden, hidden)).Q
+        self.register_buffer("base", squares)
+
+    def forward(self, free: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
+        square = free.view(3, -1, free.shape[1])
+        skew = square - square.mT
+        eye = torch.eye(free.shape[1], dtype=free.dtype, device=free.device)
+        return (self.base @ torch.linalg.solve(eye + skew, eye - skew)).reshape_as(free)
+
+    def right_inverse(self, weight: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
+        return torch.zeros_like(weight)  # A = 0: the start is Q_0
+
+
+class NormalisedGates(nn.Module):
+    """W_hh = m s V / |V|_F per gate: a Frobenius norm that is a fixed multiple m of a small learned constant s.
+
+    (The paper's footnote.) m = sqrt(hidden), the norm of an orthogonal square; s starts at 0.1.
+    """
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.multiple = math.sqrt(hidden)
+        self.constant = nn.Parameter(torch.full((3, 1, 1), 0.1))
+
+    def forward(self, free: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
+        square = free.view(3, -1, free.shape[1])
+        norm = torch.linalg.matrix_norm(square, keepdim=True)
+        return (square * (self.multiple * self.constant / norm)).reshape_as(free)
+
+
+class RecurrentGates(nn.Module):
+    """The paper's gates: a GRU over the token embeddings."""
+
+    penalty_weight = 1e-3
+
+    def __init__(self, width: int, features: int, recurrence: Recurrence) -> None:
+        super().__init__()
+        self.features, self.recurrence = features, recurrence
+        self.gru = nn.GRU(width, features, batch_first=True)
+        constraint = {"orthogonal": OrthogonalGates, "normalised": NormalisedGates}.get(recurrence)
+        if constraint is not None:
+            parametrize.register_parametrization(self.gru, "weight_hh_l0", constraint(features))
+
+    def forward(
+        self, x: Float[Tensor, "batch time width"], memory: Tensor | None
+    ) -> tuple[Float[Tensor, "batch time features"], Tensor]:
+        """Features of each token, and the hidden state a later chunk starts from."""
+        return self.gru(x, memory)
+
+    def penalty(self) -> Float[Tensor, ""] | None:
+        """1e-3 sum over gates of |W^T W - 1|_F^2, where that is the chosen way to keep W_hh near orthogonal."""
+        if self.recurrence != "penalty":
+            return None
+        square = self.gru.weight_hh_l0.view(3, self.features, self.features)
+        eye = torch.eye(self.features, dtype=square.dtype, device=square.device)
+        return self.penalty_weight * (square.mT @ square - eye).square().sum()
+
+
+class LocalGates(nn.Module):
+    """Stationary gates: a causal convolution over the last few tokens, so nothing can drift with length."""
+
+    def __init__(self, width: int, features: int, window: int) -> None:
+        super().__init__()
+        self.window = window
+        self.convolution = nn.Conv1d(width, features, window)
+
+    def forward(
+        self, x: Float[Tensor, "batch time width"], memory: Tensor | None
+    ) -> tuple[Float[Tensor, "batch time features"], Tensor]:
+        """Features of each token, and the inputs a later chunk still looks back on (zeros before the first token)."""
+        batch, _, width = x.shape
+        before = memory if memory is not None else x.new_zeros(batch, self.window - 1, width)
+        seen = torch.cat((before, x), dim=1)
+        if x.shape[1] == 0:
+            return x.new_zeros(batch, 0, self.convolution.out_channels), seen
+        features = nn.functional.gelu(self.convolution(seen.mT).mT)
+        return features, seen[:, seen.shape[1] - (self.window - 1) :]
+
+    def penalty(self) -> None:
+        return None
+
+
+class CursorGates(nn.Module):
+    """Features -> reset and action probabilities of every cursor (theta_t of eq:pmf_with_reset)."""
+
+    def __init__(self, features: int, cursors: int, reset_start: float) -> None:
+        super().__init__()
+        self.cursors = cursors
+        self.project = nn.Linear(features, 4 * cursors)
+        with torch.no_grad():
+            self.project.bias.zero_()
+            self.project.bias.view(cursors, 4)[:, 3] = math.log(reset_start / (1 - reset_start))
+
+    def forward(
+        self, features: Float[Tensor, "batch time features"]
+    ) -> tuple[Float[Tensor, "batch cursors time"], Float[Tensor, "batch cursors time 3"]]:
+        """Reset, and the action's (increment, keep, decrement)."""
+        batch, time, _ = features.shape
+        logits = self.project(features).view(batch, time, self.cursors, 4).transpose(1, 2)
+        return torch.sigmoid(logits[..., 3]), torch.softmax(logits[..., :3], dim=-1)
+
+
+class CopyAttention(nn.Module):
+    """p_copy: a causal softmax over earlier tokens and a null slot (section "Position Update with Copy Branch")."""
+
+    def __init__(self, features: int, cursors: int, width: int, null_start: float) -> None:
+        super().__init__()
+        self.cursors, self.width = cursors, width
+        self.query = nn.Linear(features, cursors * width)
+        self.key = nn.Linear(features, cursors * width)
+        self.null = nn.Parameter(torch.full((cursors,), float(null_start)))
+
+    def forward(
+        self, features: Float[Tensor, "batch time features"], earlier: Tensor | None
+    ) -> tuple[Float[Tensor, "batch cursors time seen"], Float[Tensor, "batch cursors time"], Tensor]:
+        """Mass on each token seen (never on the asking one or later), mass on the null slot, and all keys so far."""
+        batch, time, _ = features.shape
+        query = self.query(features).view(batch, time, self.cursors, self.width).transpose(1, 2)
+        key = self.key(features).view(batch, time, self.cursors, self.width).transpose(1, 2)
+        keys = key if earlier is None else torch.cat((earlier, key), dim=2)
+        seen = keys.shape[2]
+        scores = query @ keys.mT / math.sqrt(self.width)
+        asking = torch.arange(seen - time, seen, device=features.device)
+        hidden = torch.arange(seen, device=features.device)[None, :] >= asking[:, None]
+        null = self.null[:, None, None].expand(batch, -1, time, 1)
+        weights = torch.softmax(torch.cat((scores.masked_fill(hidden, float("-inf")), null), dim=-1), dim=-1)
+        return weights[..., :-1], weights[..., -1], keys

@@ -1,0 +1,108 @@
+"""A decoder-only Transformer that knows nothing of positions: an encoding acts through its five hooks.
+
+Dimensions: batch; time = tokens of this chunk; width = of the residual stream; heads; features = a head's width.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from prism.config import ModelConfig
+from prism.encodings.encoding import Encoding, Stream
+
+
+@dataclass
+class Cache:
+    """What generation keeps: the encoding's stream, and every layer's keys and values so far."""
+
+    stream: Stream
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        if layer in self.keys:
+            key = torch.cat((self.keys[layer], key), dim=2)
+            value = torch.cat((self.values[layer], value), dim=2)
+        self.keys[layer], self.values[layer] = key, value
+        return key, value
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention; what a score is and how scores become weights is the encoding's to change."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.heads, self.features = layer, config.heads, config.head_width
+        inner = config.heads * config.head_width
+        self.project = nn.Linear(config.width, 3 * inner)
+        self.out = nn.Linear(inner, config.width)
+
+    def forward(
+        self, x: Float[Tensor, "batch time width"], encoding: Encoding, stream: Stream, cache: Cache | None
+    ) -> Float[Tensor, "batch time width"]:
+        batch, time, _ = x.shape
+        query, key, value = self.project(x).view(batch, time, 3, self.heads, self.features).permute(2, 0, 3, 1, 4)
+        query, key = encoding.transform(query / math.sqrt(self.features), key, self.layer, stream)
+        if cache is not None:
+            key, value = cache.extend(self.layer, key, value)
+        scores = encoding.score(query @ key.mT, self.layer, stream)
+        asking = torch.arange(stream.seen, stream.seen + time, device=x.device)
+        visible = torch.arange(key.shape[2], device=x.device)[None, :] <= asking[:, None]
+        weights = encoding.weigh(scores, visible, self.layer, stream)
+        return self.out((weights @ value).transpose(1, 2).reshape(batch, time, -1))
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = Attention(config, layer)
+        self.feedforward = nn.Sequential(
+            nn.LayerNorm(config.width),
+            nn.Linear(config.width, config.feedforward * config.width),
+            nn.GELU(),
+            nn.Linear(config.feedforward * config.width, config.width),
+        )
+
+    def forward(
+        self, x: Float[Tensor, "batch time width"], encoding: Encoding, stream: Stream, cache: Cache | None
+    ) -> Float[Tensor, "batch time width"]:
+        x = x + self.attention(self.attention_norm(x), encoding, stream, cache)
+        return x + self.feedforward(x)
+
+
+class Transformer(nn.Module):
+    """Token ids -> next-token logits, with the unembedding tied to the embedding."""
+
+    def __init__(self, config: ModelConfig, encoding: Encoding) -> None:
+        super().__init__()
+        self.config, self.encoding = config, encoding
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        nn.init.normal_(self.embedding.weight, std=config.width**-0.5)
+        for block in self.blocks:
+            for last in (block.attention.out, block.feedforward[-1]):  # type: ignore[union-attr, index]
+                nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * config.layers))  # type: ignore[union-attr, arg-type]
+
+    def forward(
+        self, tokens: Int[Tensor, "batch time"], cache: Cache | None = None
+    ) -> Float[Tensor, "batch time vocabulary"]:
+        """Logits of the token after each of `tokens`. With a cache the tokens continue what it has seen."""
+        stream = cache.stream if cache is not None else self.encoding.start(tokens.shape[1])
+        x = self.embedding(tokens) * math.sqrt(self.config.width)
+        x = self.encoding.embed(x, stream)
+        for layer, block in enumerate(self.blocks):
+            self.encoding.observe(x, layer, stream)
+            x = block(x, self.encoding, stream, cache)
+        stream.seen += tokens.shape[1]
+        return self.norm(x) @ self.embedding.weight.T
+
+    def new_cache(self, capacity: int) -> Cache:
+        """For generating, or reading in chunks, sequences of at most `capacity` tokens."""
+        return Cache(self.encoding.start(capacity))
