@@ -1,13 +1,17 @@
 """The contract of a task: how an example is drawn, and what counts as its length."""
 
 import random
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
+from prism.errors import UserError
 from prism.settings import Settings
 
 Split = Literal["train", "validation", "test"]
+
+DIGITS = "0123456789"
 
 
 class Example(NamedTuple):
@@ -57,3 +61,26 @@ class Task(Settings):
         """The test lengths of a figure, for a model trained up to `max_length`."""
         factors = (0.5, 1, 1.5, 2, 3, 4, 6, 10)
         return tuple(sorted({max(1, round(factor * max_length)) for factor in factors}))
+
+    def subsets(self) -> Mapping[str, Sequence[Example]]:
+        """Fixed test sets that are scored whole, by name. None by default."""
+        return {}
+
+    def parse(self, pattern: str, prompt: str, form: str) -> tuple[str, ...]:
+        """The groups of `pattern` in the whole prompt, or a `UserError` that shows the `form` a prompt has."""
+        match = re.fullmatch(pattern, prompt)
+        if match is None:
+            raise UserError(f"a prompt of {self.name} is {form}; got {prompt!r}")
+        return match.groups()
+
+
+def draw_symbols(rng: random.Random, count: int, symbols: str = DIGITS) -> str:
+    """So many symbols, uniform and independent."""
+    return "".join(rng.choices(symbols, k=count))
+
+
+def draw_number(rng: random.Random, digits: int) -> str:
+    """A number of so many digits, most significant first and never zero; 0 itself is a number of one digit."""
+    if digits == 1:
+        return rng.choice(DIGITS)
+    return rng.choice(DIGITS[1:]) + draw_symbols(rng, digits - 1)
