@@ -101,7 +101,7 @@ class Vocabulary:
                 self.encode(text)
         return ids
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Sequence[int] | Int64[np.ndarray, " time"] | Int64[Tensor, " time"]) -> str:
         """The text of some ids. An id without a symbol, which an untrained model may well write, reads `<id>`."""
         known = len(self.tokens)
         return self.separator.join(self.tokens[i] if 0 <= i < known else f"<{i}>" for i in map(int, ids))
