@@ -98,6 +98,10 @@ class Encoding(nn.Module):
         """Turns scores into attention weights; nothing may fall on what is not visible. (Stick-breaking, forgetting.)"""
         return torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
 
+    def footprint(self, capacity: int) -> int:
+        """Numbers held per token of a sequence of `capacity` tokens, beyond attention's own: it sizes evaluations."""
+        return 0
+
     def penalty(self) -> Float[Tensor, ""] | None:
         """May add to the loss. (Regularisers.)"""
         return None

@@ -122,6 +122,10 @@ class Prism(Encoding):
         q, k = self.transform(query / math.sqrt(query.shape[-1]), key, layer, stream)
         return q * math.sqrt(q.shape[-1]), k
 
+    def footprint(self, capacity: int) -> int:
+        cursors = sum(layer.cursors for layer in self.prism_layers.values())  # type: ignore[misc]
+        return 2 * cursors * (2 * (self.config.support or capacity) + 1)
+
     def penalty(self) -> Tensor | None:
         penalties = [p for layer in self.prism_layers.values() if (p := layer.gates.penalty()) is not None]  # type: ignore[operator, union-attr]
         return torch.stack(penalties).sum() if penalties else None

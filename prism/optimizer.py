@@ -1,0 +1,71 @@
+"""AdamW with the groups an encoding asks for, its schedule, and its state under the parameters' own names."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prism.config import OptimizerConfig
+from prism.transformer import Transformer
+
+STATE = "optimizer."  # prefix of the optimiser's tensors in a checkpoint
+
+
+def make_optimizer(model: Transformer, config: OptimizerConfig) -> torch.optim.AdamW:
+    """One group for everything, but for what the encoding wants treated apart."""
+    own = [dict(group) for group in model.encoding.optimizer_groups()]
+    apart = {id(parameter) for group in own for parameter in group["params"]}
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in apart]
+    optimizer = torch.optim.AdamW(
+        [{"params": rest}, *own], lr=config.rate, betas=config.betas, weight_decay=config.weight_decay
+    )
+    for group in optimizer.param_groups:
+        group["peak"] = group["lr"]
+    return optimizer
+
+
+def set_rates(optimizer: torch.optim.Optimizer, config: OptimizerConfig, step: int, steps: int) -> float:
+    """Sets every group's learning rate for this step (0-based); returns the first group's."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak"] * schedule(config, step, steps)
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def schedule(config: OptimizerConfig, step: int, steps: int) -> float:
+    """The fraction of the peak rate at a step.
+
+    >>> linear = OptimizerConfig(warmup=10, decay="linear", final_rate=0.1)
+    >>> [round(schedule(linear, step, 110), 3) for step in (0, 9, 10, 60, 109)]
+    [0.1, 1.0, 1.0, 0.55, 0.109]
+    """
+    if step < config.warmup:
+        return (step + 1) / config.warmup
+    if config.decay == "constant":
+        return 1.0
+    done = (step - config.warmup) / max(1, steps - config.warmup)
+    left = 1 - done if config.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return config.final_rate + (1 - config.final_rate) * left
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimiser's state as named tensors."""
+    return {
+        f"{STATE}{name}.{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Puts back what `optimizer_tensors` gave."""
+    for name, parameter in model.named_parameters():
+        prefix = f"{STATE}{name}."
+        state: dict[str, Any] = {}
+        for full, value in tensors.items():
+            if full.startswith(prefix):
+                key = full.removeprefix(prefix)
+                state[key] = value.clone() if key == "step" else value.to(parameter.device, copy=True)
+        if state:
+            optimizer.state[parameter] = state
