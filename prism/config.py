@@ -70,7 +70,7 @@ class RunConfig(Settings):
 
     task: Task
     encoding: str
-    options: Settings  # of the encoding
+    positions: Settings  # the encoding's own options
     preset: Preset = "quick"  # where the other values started from
     max_length: int = setting(10, low=1)  # longest training example, in the task's own measure of length
     steps: int = setting(150_000, low=1)
@@ -96,7 +96,7 @@ class RunConfig(Settings):
         """Reads what `to_json` wrote. Unknown keys, wrong types and values out of range are refused."""
         from prism.encodings import find_encoding
 
-        for key in ("task", "encoding", "options"):
+        for key in ("task", "encoding", "positions"):
             if key not in data:
                 raise UserError(f"the configuration lacks '{key}'")
         task = data["task"]
@@ -105,7 +105,7 @@ class RunConfig(Settings):
         options = {key: value for key, value in task.items() if key != "name"}
         values: dict[str, Any] = {
             "task": _build(find_task(task["name"]), options, "task"),
-            "options": _build(find_encoding(data["encoding"]).Config, data["options"], "options"),
+            "positions": _build(find_encoding(data["encoding"]).Config, data["positions"], "positions"),
         }
         return _build(cls, data, "", values)
 
@@ -118,7 +118,7 @@ def preset(name: str, task: Task, encoding: str, max_length: int | None = None, 
         raise unknown("preset", name, PRESETS)
     chosen = find_encoding(encoding)
     base = RunConfig(
-        task=task, encoding=encoding, options=chosen.Config(), preset=typing.cast(Preset, name), seed=seed,
+        task=task, encoding=encoding, positions=chosen.Config(), preset=typing.cast(Preset, name), seed=seed,
         max_length=task.training_length if max_length is None else max_length,
     )
     return chosen.preset(name, _PRESETS[name](base))

@@ -31,7 +31,7 @@ class PrismConfig(Settings):
     gamma_start: float = setting(2.0, above=1)  # initial sharpening exponent
     epsilon: float = setting(1e-8, low=0, high=1e-2)  # added to every bin before sharpening
     start_spread: int = setting(0, low=0)  # offsets either side of 0 that a learned start may use; 0: one-hot at 0
-    support: int | None = None  # P, if it is not to be the length of the sequence
+    support: int | None = setting(None, low=1)  # P, if it is not to be the length of the sequence
     pe_width: int = setting(340, low=2)  # d_pe, the sinusoids' width
     superposition: Literal["low_rank", "full", "expected"] = "low_rank"  # "expected": f(E[position]), an ablation
     norm: Norm = "constant"

@@ -79,19 +79,20 @@ def to_json(value: Any, where: str, indent: int | None = None) -> bytes:
 
 def from_json(data: bytes) -> Any:
     """Strict JSON: every way of being wrong is a ValueError, nonstandard numbers and repeated keys among them."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(found := dict(pairs)) < len(pairs):
-            raise ValueError("a key is repeated")
-        return found
-
-    def refuse(constant: str) -> Any:
-        raise ValueError(f"{constant} is not JSON")
-
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+        return json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a key is repeated")
+    return found
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
 
 
 def check_step(step: Any, where: str) -> None:

@@ -72,7 +72,12 @@ class RecurrentGates(nn.Module):
         self, x: Float[Tensor, "batch time width"], memory: Tensor | None
     ) -> tuple[Float[Tensor, "batch time features"], Tensor]:
         """Features of each token, and the hidden state a later chunk starts from."""
-        return self.gru(x, memory)
+        if x.shape[1] == 0:  # nn.GRU refuses
+            return x.new_zeros(x.shape[0], 0, self.features), (
+                x.new_zeros(1, x.shape[0], self.features) if memory is None else memory
+            )
+        with parametrize.cached():  # nn.GRU asks for its weights four times a pass
+            return self.gru(x, memory)
 
     def penalty(self) -> Float[Tensor, ""] | None:
         """1e-3 sum over gates of |W^T W - 1|_F^2, where that is the chosen way to keep W_hh near orthogonal."""

@@ -214,15 +214,15 @@ def config_hash(config: Mapping[str, Any]) -> str:
 
 
 def _canonical(value: Any) -> bytes:
-    def settled(inner: Any) -> Any:
-        if isinstance(inner, Mapping):
-            return {key: settled(inner[key]) for key in sorted(inner)}
-        if isinstance(inner, list | tuple):
-            return [settled(element) for element in inner]
-        return int(inner) if isinstance(inner, float) and inner.is_integer() else inner
+    return to_json(_settled(from_json(to_json(value, "the configuration"))), "the configuration")
 
-    to_json(value, "the configuration")
-    return to_json(settled(value), "the configuration")
+
+def _settled(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _settled(value[key]) for key in sorted(value)}
+    if isinstance(value, list):
+        return [_settled(element) for element in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _refuse_unfit_place(path: Path, resume: bool) -> None:

@@ -33,7 +33,7 @@ def build(config: RunConfig) -> Transformer:
     torch.manual_seed(config.seed)
     model = config.model
     encoding = find_encoding(config.encoding)(
-        model.width, model.layers, model.heads, model.head_width, config.options
+        model.width, model.layers, model.heads, model.head_width, config.positions
     )
     return Transformer(model, encoding)
 

@@ -75,7 +75,7 @@ class Prism(Encoding):
                 options, gates="local", gate_features=64, cursors=2, pe_width=64, reset_start=0.047, gamma_start=3.5,
                 alpha_rate=0.02, gate_decay=False,
             )
-        return dataclasses.replace(base, options=options)
+        return dataclasses.replace(base, positions=options)
 
     def start(self, capacity: int) -> Stream:
         stream = super().start(capacity)

@@ -38,10 +38,10 @@ class Sinusoidal(Encoding):
     @classmethod
     def preset(cls, name: str, base: "RunConfig") -> "RunConfig":
         if name == "quick":
-            return dataclasses.replace(base, options=SinusoidalConfig())
+            return dataclasses.replace(base, positions=SinusoidalConfig())
         # The paper's baseline is wider than its PRISM model, so that size cannot be what decides.
         model = dataclasses.replace(base.model, width=512, heads=8, head_width=64)
-        return dataclasses.replace(base, options=SinusoidalConfig(), model=model)
+        return dataclasses.replace(base, positions=SinusoidalConfig(), model=model)
 
     def start(self, capacity: int) -> Stream:
         stream = super().start(capacity)

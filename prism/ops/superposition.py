@@ -31,6 +31,7 @@ def sinusoid_table(capacity: int, width: int) -> Float[Tensor, "bins width"]:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # what is kept must serve training too, whoever asks first
 def low_rank_table(capacity: int, width: int, tolerance: float = SCORE_TOLERANCE) -> Float[Tensor, "bins rank"]:
     """R with R R^T = E E^T up to `tolerance` of the diagonal, in float64.
 
@@ -55,7 +56,7 @@ def superpose(
     # The scan keeps its histograms as [time, bins, chains]; multiplying from the left leaves them where they are.
     chains = histogram.permute(2, 3, 0, 1).reshape(time, bins, batch * cursors)
     mixed = torch.bmm(table.T.expand(time, -1, -1), chains)
-    return mixed.view(time, -1, batch, cursors).permute(2, 3, 0, 1)
+    return mixed.view(time, table.shape[1], batch, cursors).permute(2, 3, 0, 1)
 
 
 def at_expected_position(

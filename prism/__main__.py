@@ -1,0 +1,6 @@
+"""`python -m prism`."""
+
+from prism.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""What the histogram scan costs here: forms of one computation against each other, in one run, as ratios.
+
+Correctness first: no time is printed for a form that does not agree with the reference.
+"""
+
+import json
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prism.environment import describe_environment
+from prism.errors import RunError
+from prism.ops.histogram import Method, histogram_scan, one_hot_start
+
+AGREEMENT = 1e-4  # relative norm, float32 against float32
+
+
+@dataclass(frozen=True)
+class Size:
+    """A scan: B sequences of T tokens, so many cursors, L = 2T + 1 bins."""
+
+    name: str
+    batch: int
+    cursors: int
+    time: int
+
+    @property
+    def bin_steps(self) -> int:
+        return self.batch * self.cursors * self.time * (2 * self.time + 1)
+
+
+SIZES = (Size("quick preset", 64, 16, 21), Size("paper's addition, a tenth of the batch", 10, 280, 85))
+FORMS: tuple[Method, ...] = ("reference", "adjoint")
+
+
+def run(repeats: int, out: Path) -> dict[str, Any]:
+    """Prints the table and writes it as JSON."""
+    if repeats < 1:
+        raise RunError(f"--repeats must be at least 1, got {repeats}")
+    print(f"histogram scan, forward and backward, {torch.get_num_threads()} threads, median of {repeats} (min - max)")
+    rows = [_measure(size, repeats) for size in SIZES]
+    report = {"environment": describe_environment(), "repeats": repeats, "rows": rows}
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "scan-cpu.json"
+    path.write_text(json.dumps(report, indent=2) + "\n")
+    print(path)
+    return report
+
+
+def _measure(size: Size, repeats: int) -> dict[str, Any]:
+    inputs, upstream = _inputs(size)
+    calls: dict[str, Callable[[], list[Tensor]]] = {form: _scan(form, inputs, upstream) for form in FORMS}
+    expected = calls["reference"]()
+    for form in FORMS:  # also the warm-up
+        _check(form, calls[form](), expected)
+    seconds: dict[str, list[float]] = {form: [] for form in FORMS}
+    for _ in range(repeats):  # in turn, so that a busy moment of the machine meets every form alike
+        for form in FORMS:
+            began = time.perf_counter()
+            calls[form]()
+            seconds[form].append(time.perf_counter() - began)
+    ratio = statistics.median(seconds["reference"]) / statistics.median(seconds["adjoint"])
+    print(f"\n{size.name}: B = {size.batch}, {size.cursors} cursors, T = {size.time}, L = {2 * size.time + 1}")
+    for form in FORMS:
+        took = sorted(1e3 * one for one in seconds[form])
+        per_bin = 1e6 * statistics.median(took) / size.bin_steps
+        print(f"  {form:10} {statistics.median(took):8.1f} ms ({took[0]:.1f} - {took[-1]:.1f})  {per_bin:6.2f} ns a bin")
+    print(f"  the adjoint is {ratio:.1f} times as fast; peak memory of the process so far {_peak_gib():.2f} GiB")
+    return {
+        "size": {"name": size.name, "batch": size.batch, "cursors": size.cursors, "time": size.time},
+        "seconds": seconds, "ratio": ratio, "histograms_bytes": 4 * size.bin_steps, "peak_gib": _peak_gib(),
+    }
+
+
+def _inputs(size: Size) -> tuple[list[Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    start = one_hot_start(size.batch, size.cursors, size.time, dtype=torch.float32, device=torch.device("cpu"))
+    logits = torch.randn(size.batch, size.cursors, size.time, 6, generator=generator)
+    gamma = 1.5 + 2 * torch.rand(size.cursors, generator=generator)
+    upstream = torch.randn(size.time, 2 * size.time + 1, size.batch, size.cursors, generator=generator)
+    return [start, torch.softmax(logits, -1).requires_grad_(), gamma.requires_grad_()], upstream.permute(2, 3, 0, 1)
+
+
+def _scan(form: Method, inputs: list[Tensor], upstream: Tensor) -> Callable[[], list[Tensor]]:
+    start, weights, gamma = inputs
+
+    def call() -> list[Tensor]:
+        histograms = histogram_scan(start, weights, gamma, method=form)
+        return [histograms.detach(), *torch.autograd.grad(histograms, (weights, gamma), upstream)]
+
+    return call
+
+
+def _check(form: str, actual: list[Tensor], expected: list[Tensor]) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
+        error = float((ours - theirs).norm() / theirs.norm())
+        if not error < AGREEMENT:
+            raise RunError(f"the {form} form is wrong by {error:.1e} (relative norm): no times are given")
+
+
+def _peak_gib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux

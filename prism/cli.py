@@ -1,0 +1,330 @@
+"""The command line: parsing and printing. Each verb is a function; tyro makes its flags from its signature."""
+
+import contextlib
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from prism.config import RunConfig, preset
+from prism.errors import RunError, UserError, unknown
+from prism.tasks import all_tasks, find_task
+
+Run = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+Runs = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+Prompt = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROMPT")]
+Whole = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+Text = Annotated[str | None, tyro.conf.arg(metavar="STR")]
+
+
+@dataclass(frozen=True)
+class TrainCommand:
+    """Train a model on a task (`prism tasks` lists them).
+
+    Example: prism train reverse --preset quick --max-length 10 --out runs/reverse
+
+    The defaults below are those of the preset you name; every one of them is a flag. A run that was stopped goes on
+    with the same command and --resume.
+    """
+
+    config: Annotated[RunConfig, tyro.conf.arg(name="")]
+    out: Text = None  # run folder; default: runs/TASK-ENCODING-PRESET-...
+    resume: bool = False  # go on with the run in --out
+    device: Text = None  # cpu, cuda; default: the GPU if there is one
+
+
+def quickstart(seed: int = 0, steps: Whole = None, out: str = "runs/quickstart") -> None:
+    """Train PRISM and the paper's baseline to copy 10 digits; test both on up to 200.
+
+    Example: prism quickstart --seed 1
+
+    Args:
+        seed: of weights and data.
+        steps: of training, for each of the two; default: the quick preset's.
+        out: folder for the two runs and the figure.
+    """
+    from prism.quickstart import run
+
+    run(Path(out), seed, steps)
+
+
+def tasks() -> None:
+    """List the tasks, each with an example.
+
+    Example: prism tasks
+    """
+    import random
+
+    for name, task in all_tasks().items():
+        length = min(task.training_length, 5) if task.has_curriculum else 60
+        example = task().example(random.Random(0), length)
+        print(f"{name:15} {task.summary}\n{'':15} length: {task.length_means}")
+        print(f"{'':15} {task.separator.join(example)}")
+
+
+def encodings() -> None:
+    """List the positional encodings.
+
+    Example: prism encodings
+    """
+    from prism.encodings import all_encodings
+
+    for name, encoding in all_encodings().items():
+        print(f"{name:12} {encoding.summary}\n{'':12} {encoding.citation}")
+
+
+def train(command: TrainCommand) -> None:
+    from prism.progress import for_terminal
+    from prism.train import train as run
+
+    config = command.config
+    out = command.out or default_folder(config)
+    result = run(config, out, resume=command.resume, device=pick_device(command.device), progress=for_terminal())
+    from prism.report import result_table
+
+    print(result_table(result))
+    print(f"run folder: {out}\ntry next:   prism figures {out} --out figures   ·   prism generate {out} 'PROMPT'")
+
+
+def evaluate(
+    run: Run, lengths: str = "", examples: int = 1000, step: Whole = None, device: Text = None
+) -> None:
+    """Test a trained run on chosen lengths: exact match of the whole completion, with 95 % intervals.
+
+    Example: prism evaluate runs/quickstart/prism-seed0 --lengths 10,50,100,200
+
+    Args:
+        run: a run folder.
+        lengths: test lengths, separated by commas; default: the run's own sweep.
+        examples: per length.
+        step: the checkpoint to test; default: the newest.
+        device: cpu or cuda; default: the GPU if there is one.
+    """
+    from prism.evaluate import score_subsets, sweep
+    from prism.report import score_header, score_line
+    from prism.trained import open_run
+
+    wanted = parse_lengths(lengths)
+    if examples < 1:
+        raise UserError(f"--examples must be at least 1, got {examples}")
+    trained = open_run(run, step, pick_device(device))
+    say_skipped(trained.skipped)
+    task = trained.config.task
+    print(f"{task.name} <= {trained.config.max_length}, {trained.config.encoding}, step {trained.step:,}")
+    print(score_header())
+
+    def show(name: str, score: Any) -> None:
+        print(score_line(name, score), flush=True)
+
+    sweep(trained.model, task, wanted or trained.config.test_lengths(), examples, report=show)
+    if not wanted:
+        score_subsets(trained.model, task, report=show)
+
+
+def generate(run: Run, prompt: Prompt, limit: Whole = None, step: Whole = None) -> None:
+    """Let a trained run complete a prompt, and say whether it is right.
+
+    Example: prism generate runs/quickstart/prism-seed0 '314159265358979='
+
+    Args:
+        run: a run folder.
+        prompt: the text up to and including '='.
+        limit: most tokens to generate; default: what the right answer needs and a few more.
+        step: the checkpoint to use; default: the newest.
+    """
+    from prism.generate import generate as complete
+    from prism.trained import open_run
+
+    trained = open_run(run, step)
+    say_skipped(trained.skipped)
+    trained.words.encode(prompt)  # an unknown symbol is said before anything about the task's form
+    right: str | None = None
+    with contextlib.suppress(UserError):
+        right = trained.config.task.answer(prompt)
+    if limit is None:
+        limit = len(trained.words.split(right)) + 8 if right else 256
+    made = complete(trained.model, trained.words, [prompt], limit)[0]
+    print(made)
+    if right is None:
+        print(f"({trained.config.task.name} has no answer to that prompt)", file=sys.stderr)
+    elif made == right:
+        print("right", file=sys.stderr)
+    else:
+        print(f"wrong; right would be\n{right}", file=sys.stderr)
+
+
+def figures(runs: Runs, out: str = "figures") -> None:
+    """Draw extrapolation curves from run folders: one figure per task and training length, seeds as a band.
+
+    Example: prism figures runs/* --out figures
+
+    Args:
+        runs: finished run folders, or their result.json.
+        out: folder for the figures (PNG and PDF).
+    """
+    from prism.figures import draw_runs
+
+    if not runs:
+        raise UserError("prism figures needs at least one run folder")
+    for path in draw_runs([Path(run) for run in runs], Path(out)):
+        print(path)
+
+
+def bench(repeats: int = 5, out: str = "results/bench") -> None:
+    """Measure what this machine has: the histogram scan, forward and backward, against plain autograd.
+
+    Example: prism bench
+
+    Args:
+        repeats: timings of each form; the median is shown, with the spread.
+        out: folder for the JSON.
+    """
+    from prism.bench import run
+
+    run(repeats, Path(out))
+
+
+VERBS: dict[str, Callable[..., None]] = {
+    "quickstart": quickstart, "tasks": tasks, "encodings": encodings, "train": train, "evaluate": evaluate,
+    "generate": generate, "figures": figures, "bench": bench,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs one command. Bad input ends with one sentence and exit code 2, work that could not be done with 1."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if not arguments or arguments[0] in ("-h", "--help", "help"):
+            print(overview())
+        elif arguments[0] == "--version":
+            import prism
+
+            print(prism.__version__)
+        else:
+            dispatch(arguments[0], arguments[1:])
+    except UserError as error:
+        fail(error, 2)
+    except RunError as error:
+        fail(error, 1)
+    except KeyboardInterrupt:
+        fail("stopped", 130)
+    except BrokenPipeError:  # the reader of our output (`| head`) has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def dispatch(verb: str, arguments: list[str]) -> None:
+    """Parses the flags of one verb and runs it."""
+    if verb not in VERBS:
+        raise unknown("command", verb, VERBS)
+    if verb != "train":
+        tyro.cli(VERBS[verb], args=arguments, prog=f"prism {verb}")
+        return
+    command = parse_train(arguments)
+    from prism.train import Interrupted
+
+    try:
+        train(command)
+    except Interrupted as stop:
+        out = command.out or default_folder(command.config)
+        again = f"prism train {command.config.task.name} --out {out} --resume"
+        fail(f"{stop}\ngo on with:  {again}", 128 + stop.signal)
+
+
+def parse_train(arguments: list[str]) -> TrainCommand:
+    """Two passes: task, encoding and preset first, since they decide what the other flags are and default to."""
+    looks_for_help = bool({"-h", "--help"} & set(arguments))
+    task_name = next((word for word in arguments[:1] if not word.startswith("-")), None)
+    if task_name is None and not looks_for_help:
+        raise UserError(f"prism train needs a task first, e.g. prism train copy (known: {', '.join(all_tasks())})")
+    if flag_value(arguments, "--resume", takes_value=False) and (out := flag_value(arguments, "--out")):
+        from prism.runs import RunFolder
+
+        base = RunConfig.from_json(RunFolder.open(out).config)
+        if base.task.name != task_name:
+            raise UserError(f"{out} is a run of {base.task.name}, not of {task_name}")
+    else:
+        base = preset(
+            flag_value(arguments, "--preset") or "quick", find_task(task_name or "copy")(),
+            flag_value(arguments, "--encoding") or "prism",
+            whole_number(arguments, "--max-length"), whole_number(arguments, "--seed") or 0,
+        )
+    command: TrainCommand = tyro.cli(
+        TrainCommand, args=arguments[task_name is not None :], default=TrainCommand(base),
+        prog=f"prism train {task_name or 'TASK'}",
+    )
+    return command
+
+
+def flag_value(arguments: Sequence[str], flag: str, takes_value: bool = True) -> str | None:
+    """The value of `--flag value` or `--flag=value`, before the real parser has seen it; the last one counts."""
+    found = None
+    for here, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, value = here.replace("_", "-").partition("=")
+        if name == flag:
+            found = here.partition("=")[2] if equals else (following if takes_value else "true")
+    return found
+
+
+def whole_number(arguments: Sequence[str], flag: str) -> int | None:
+    """The value of a flag as a whole number of at least 0, if it is there."""
+    text = flag_value(arguments, flag)
+    if text is None:
+        return None
+    if not text.lstrip("-").isdigit():
+        raise UserError(f"{flag} must be a whole number, got {text!r}")
+    return int(text)
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """`10,20,40` -> (10, 20, 40).
+
+    >>> parse_lengths("10, 20,40")
+    (10, 20, 40)
+    """
+    lengths = []
+    for word in text.replace(" ", "").split(",") if text else []:
+        if not word.isdigit() or int(word) < 1:
+            raise UserError(f"--lengths must be whole numbers of at least 1, separated by commas; got {word!r}")
+        lengths.append(int(word))
+    return tuple(lengths)
+
+
+def default_folder(config: RunConfig) -> str:
+    """Where a run goes if it is not told."""
+    return f"runs/{config.task.name}-{config.encoding}-{config.preset}-{config.max_length}-seed{config.seed}"
+
+
+def pick_device(asked: str | None) -> str:
+    """The device asked for, or the GPU if there is one."""
+    import torch
+
+    if asked is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if asked != "cpu" and not (asked.startswith("cuda") and torch.cuda.is_available()):
+        raise UserError(f"device must be cpu{' or cuda' if torch.cuda.is_available() else ', this machine has no GPU'}; "
+                        f"got {asked!r}")
+    return asked
+
+
+def say_skipped(sentences: Sequence[str]) -> None:
+    for sentence in sentences:
+        print(sentence, file=sys.stderr)
+
+
+def overview() -> str:
+    """The help of `prism` itself."""
+    lines = ["prism: learned relative positions for Transformers\n", "usage: prism COMMAND ...; prism COMMAND --help\n"]
+    for name, verb in VERBS.items():
+        summary = (TrainCommand if verb is train else verb).__doc__ or ""
+        lines.append(f"  {name:12} {summary.splitlines()[0]}")
+    return "\n".join(lines)
+
+
+def fail(message: object, code: int) -> None:
+    print(f"prism: {message}", file=sys.stderr)
+    raise SystemExit(code)

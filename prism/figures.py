@@ -1,0 +1,131 @@
+"""Run folders -> figures: extrapolation curves in the paper's style. Reads results, never trains."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prism.errors import UserError
+from prism.runs import RunFolder
+from prism.tasks import find_task
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Result = Mapping[str, Any]  # a result.json
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")  # Okabe and Ito's
+MARKERS = "osD^vPX*"
+WIDE = 12  # test lengths that span more than this factor are drawn on a logarithmic axis
+
+
+def draw_runs(paths: Sequence[Path], out: Path) -> list[Path]:
+    """One figure (PNG and PDF) per task and training length found among the runs; returns the files written."""
+    results = [read_result(path) for path in paths]
+    groups: dict[tuple[str, int], list[Result]] = defaultdict(list)
+    for result in results:
+        groups[result["config"]["task"]["name"], result["config"]["max_length"]].append(result)
+    out.mkdir(parents=True, exist_ok=True)
+    written = []
+    for (task, length), members in sorted(groups.items()):
+        figure = extrapolation(members)
+        for suffix in ("png", "pdf"):
+            path = out / f"{task}-{length}.{suffix}"
+            # Without dates in the file, the same results give the same bytes.
+            figure.savefig(path, dpi=160, metadata={"CreationDate": None} if suffix == "pdf" else None)
+            written.append(path)
+    return written
+
+
+def read_result(path: Path) -> Result:
+    """The result of a finished run, from its folder or from a result.json kept on its own."""
+    if path.is_file():
+        try:
+            result = json.loads(path.read_text())
+            result["config"]["task"]["name"], result["final"]["test"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is not the result of a run: {error!r}") from error
+        return result  # type: ignore[no-any-return]
+    found = RunFolder.open(path).result()
+    if found is None:
+        raise UserError(f"{path} is not finished: train it to its end first (--resume)")
+    return found
+
+
+def extrapolation(results: Sequence[Result]) -> "Figure":
+    """Exact match against test length, one curve per model: its mean over seeds, their range, each seed's points.
+
+    A model with one seed has the 95 % interval of its examples as its band instead.
+    """
+    from matplotlib.figure import Figure
+
+    config = results[0]["config"]
+    models: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        models[result["config"]["encoding"]].append(result)
+    figure = Figure(figsize=(6.4, 3.9), layout="constrained")
+    axes = figure.subplots()
+    for rank, (name, runs) in enumerate(models.items()):
+        _draw_curve(axes, name, runs, COLOURS[rank % len(COLOURS)], MARKERS[rank % len(MARKERS)])
+    axes.axvline(config["max_length"], color="0.35", linestyle="--", linewidth=1.2)
+    axes.annotate(
+        f" trained\n up to {config['max_length']}", (config["max_length"], 4), color="0.35", fontsize=9, va="bottom"
+    )
+    _dress(axes, config, sorted({length for result in results for length in _lengths(result)}))
+    return figure
+
+
+def _draw_curve(axes: "Axes", name: str, runs: Sequence[Result], colour: str, marker: str) -> None:
+    lengths = sorted(set.intersection(*(set(_lengths(run)) for run in runs)))
+    scores = [[run["final"]["test"][str(length)] for length in lengths] for run in runs]
+    exact = [[100 * one["exact"] for one in row] for row in scores]
+    mean = [sum(column) / len(column) for column in zip(*exact, strict=True)]
+    if len(runs) > 1:
+        low, high = ([pick(column) for column in zip(*exact, strict=True)] for pick in (min, max))
+        label = f"{_title(name)} ({len(runs)} seeds: mean, range)"
+    else:
+        low, high = ([100 * one["interval"][side] for one in scores[0]] for side in (0, 1))
+        label = f"{_title(name)} (1 seed, 95 % interval)"
+    axes.fill_between(lengths, low, high, color=colour, alpha=0.18, linewidth=0)
+    axes.plot(lengths, mean, color=colour, linewidth=2, label=label, clip_on=False)
+    for row in exact:
+        axes.plot(lengths, row, marker, color=colour, markersize=5, markerfacecolor="white", clip_on=False, zorder=3)
+
+
+def _dress(axes: "Axes", config: Mapping[str, Any], lengths: Sequence[int]) -> None:
+    from matplotlib.ticker import NullLocator
+
+    task = find_task(config["task"]["name"])
+    if lengths[-1] > WIDE * lengths[0]:
+        axes.set_xscale("log")
+    axes.set_xticks(list(_readable(lengths)))
+    axes.set_xticklabels([f"{length:,}" for length in _readable(lengths)])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_ylim(0, 100)
+    axes.set_xlabel(f"test length: {task.length_means}")
+    axes.set_ylabel("exact match (%)")
+    axes.set_title(f"{task.name}, trained up to {config['max_length']}", loc="left", fontsize=11)
+    axes.grid(True, axis="y", color="0.9")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9, loc="center right")
+
+
+def _readable(lengths: Sequence[int]) -> Iterable[int]:
+    """Tick positions: the tested lengths, without those too close to their neighbour to be read."""
+    shown: list[int] = []
+    wide = lengths[-1] > WIDE * lengths[0]
+    for length in lengths:
+        far_enough = not shown or (length / shown[-1] >= 1.25 if wide else length - shown[-1] >= lengths[-1] / 16)
+        if far_enough:
+            shown.append(length)
+    return shown
+
+
+def _lengths(result: Result) -> list[int]:
+    return [int(name) for name in result["final"]["test"] if name.isdigit()]
+
+
+def _title(encoding: str) -> str:
+    return {"prism": "PRISM", "sinusoidal": "sinusoidal APE", "nope": "NoPE"}.get(encoding, encoding)

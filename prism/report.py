@@ -1,0 +1,56 @@
+"""Scores as text: the tables the command line prints."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from prism.evaluate import Score, wilson
+
+
+def score_header() -> str:
+    return f"{'length':>20}  {'exact':>6}  95 % interval    examples"
+
+
+def score_line(name: str, score: Score) -> str:
+    """One length: exact match, its interval, and the task's parts if it has any."""
+    low, high = score.interval()
+    parts = "".join(f"  {part}: {100 * count / score.examples:.1f}" for part, count in score.parts.items())
+    return f"{name:>20}  {100 * score.exact:6.1f}  {100 * low:5.1f} - {100 * high:5.1f}    {score.examples:8}{parts}"
+
+
+def result_table(result: Mapping[str, Any]) -> str:
+    """The three ways to score a run, side by side, by test length."""
+    final, best, top3 = result["final"], result["best"], result["top3"]
+    lines = [
+        "exact match in %, by test length",
+        f"{'length':>20}  {'final':>6}  {'95 % interval':>15}  {'best*':>6}  {'top 3**':>7}",
+    ]
+    for name, one in final["test"].items():
+        low, high = one["interval"]
+        lines.append(
+            f"{name:>20}  {100 * one['exact']:6.1f}  {100 * low:6.1f} - {100 * high:5.1f}  "
+            f"{100 * best['test'][name]['exact']:6.1f}  {100 * top3['test'][name]['exact']:7.1f}"
+        )
+    lines.append(f"*  weights of step {best['step']:,}: best on validation at the training length")
+    lines.append(f"** mean of the three best of {top3['evaluations']} evaluations, the paper's protocol: optimistic")
+    return "\n".join(lines)
+
+
+def comparison_table(rows: Mapping[str, Mapping[str, Mapping[str, Any]]], lengths: list[str]) -> str:
+    """Models down, test lengths across: exact match of the final weights, with 95 % intervals where they matter.
+
+    >>> rows = {"prism": {"10": {"exact": 1.0, "examples": 200}}, "sinusoidal": {"10": {"exact": 0.5, "examples": 200}}}
+    >>> print(comparison_table(rows, ["10"]))
+    test length                   10
+    prism          100.0 (98.1-100)
+    sinusoidal      50.0 (43.1-57)
+    """
+    head = f"{'test length':12}" + "".join(f"{length:>20}" for length in lengths)
+    lines = [head]
+    for name, scores in rows.items():
+        cells = []
+        for length in lengths:
+            one = scores[length]
+            low, high = wilson(round(one["exact"] * one["examples"]), one["examples"])
+            cells.append(f"{100 * one['exact']:>8.1f} ({100 * low:.1f}-{100 * high:.0f})".ljust(20))
+        lines.append((f"{name:12}" + "".join(cells)).rstrip())
+    return "\n".join(lines)
