@@ -4,8 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prism.encodings.prism import Prism
     from prism.cursors import PrismConfig
+    from prism.encodings.prism import Prism
     from prism.ops.histogram import histogram_scan
     from prism.transformer import Transformer
 

@@ -70,8 +70,9 @@ def _measure(size: Size, repeats: int) -> dict[str, Any]:
     print(f"\n{size.name}: B = {size.batch}, {size.cursors} cursors, T = {size.time}, L = {2 * size.time + 1}")
     for form in FORMS:
         took = sorted(1e3 * one for one in seconds[form])
-        per_bin = 1e6 * statistics.median(took) / size.bin_steps
-        print(f"  {form:10} {statistics.median(took):8.1f} ms ({took[0]:.1f} - {took[-1]:.1f})  {per_bin:6.2f} ns a bin")
+        median = statistics.median(took)
+        per_bin = 1e6 * median / size.bin_steps
+        print(f"  {form:10} {median:8.1f} ms ({took[0]:.1f} - {took[-1]:.1f})  {per_bin:6.2f} ns a bin")
     print(f"  the adjoint is {ratio:.1f} times as fast; peak memory of the process so far {_peak_gib():.2f} GiB")
     return {
         "size": {"name": size.name, "batch": size.batch, "cursors": size.cursors, "time": size.time},

@@ -118,7 +118,7 @@ def preset(name: str, task: Task, encoding: str, max_length: int | None = None, 
         raise unknown("preset", name, PRESETS)
     chosen = find_encoding(encoding)
     base = RunConfig(
-        task=task, encoding=encoding, positions=chosen.Config(), preset=typing.cast(Preset, name), seed=seed,
+        task=task, encoding=encoding, positions=chosen.Config(), preset=name, seed=seed,
         max_length=task.training_length if max_length is None else max_length,
     )
     return chosen.preset(name, _PRESETS[name](base))

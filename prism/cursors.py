@@ -17,6 +17,7 @@ from prism.ops.histogram import branch_weights, histogram_scan, one_hot_start
 from prism.ops.superposition import Norm
 from prism.settings import Settings, setting
 
+
 @dataclass(frozen=True)
 class PrismConfig(Settings):
     """What PRISM can be. The defaults are the paper's; PAPER.md says which of them it states."""

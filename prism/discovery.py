@@ -22,9 +22,9 @@ def discover(package: ModuleType, base: type[T]) -> dict[str, type[T]]:
         module = importlib.import_module(f"{package.__name__}.{info.name}")
         for _, candidate in inspect.getmembers(module, inspect.isclass):
             defined_here = candidate.__module__ == module.__name__
-            if not (defined_here and issubclass(candidate, base) and hasattr(candidate, "name")):
+            name = getattr(candidate, "name", None)
+            if not (defined_here and issubclass(candidate, base) and isinstance(name, str)):
                 continue
-            name = candidate.name
             if name in found:
                 raise ImportError(f"two classes are called '{name}': {found[name].__qualname__} in "
                                   f"{found[name].__module__} and {candidate.__qualname__} in {module.__name__}")

@@ -64,9 +64,11 @@ class RecurrentGates(nn.Module):
         super().__init__()
         self.features, self.recurrence = features, recurrence
         self.gru = nn.GRU(width, features, batch_first=True)
-        constraint = {"orthogonal": OrthogonalGates, "normalised": NormalisedGates}.get(recurrence)
-        if constraint is not None:
-            parametrize.register_parametrization(self.gru, "weight_hh_l0", constraint(features))
+        constraints: dict[str, type[OrthogonalGates | NormalisedGates]] = {
+            "orthogonal": OrthogonalGates, "normalised": NormalisedGates,
+        }
+        if recurrence in constraints:
+            parametrize.register_parametrization(self.gru, "weight_hh_l0", constraints[recurrence](features))
 
     def forward(
         self, x: Float[Tensor, "batch time width"], memory: Tensor | None

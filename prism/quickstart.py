@@ -33,8 +33,9 @@ def run(out: Path, seed: int, steps: int | None) -> None:
         resume = (folder / "config.json").exists()
         results[encoding] = train(config, folder, resume=resume, progress=for_terminal())
     figure = next(path for path in draw_runs(list(folders.values()), out) if path.suffix == ".png")
-    print(f"\ncopy, trained on at most 10 digits, seed {seed}: exact match in % (95 % interval), 200 examples a length\n")
-    print(comparison_table({name: result["final"]["test"] for name, result in results.items()}, list(map(str, LENGTHS))))
+    print(f"\ncopy, trained on at most 10 digits, seed {seed}: exact match in % (95 % interval)\n")
+    rows = {name: result["final"]["test"] for name, result in results.items()}
+    print(comparison_table(rows, [str(length) for length in LENGTHS]))
     print(f"\n{time.perf_counter() - began:.0f} s in all; figure: {figure}\n")
     print(f"""try next:
   prism generate {folders["prism"]} '27182818284590452353602874713526624977='

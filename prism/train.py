@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +155,8 @@ class _Training:
         self.progress.evaluation(standing.step, test)
         improved = (validation.exact, -validation.loss) > (standing.best_exact, -standing.best_loss)
         if improved:
-            standing.best_step, standing.best_exact, standing.best_loss = standing.step, validation.exact, validation.loss
+            standing.best_step = standing.step
+            standing.best_exact, standing.best_loss = validation.exact, validation.loss
         return improved
 
     def _test(self, examples: int, report: Callable[[str, Score], None]) -> dict[str, Score]:
@@ -215,11 +215,12 @@ def _signals() -> Iterator[list[int]]:
 
     def note(number: int, frame: Any) -> None:
         received.append(number)
-        signal.signal(number, before[number])
+        signal.signal(number, before[signal.Signals(number)])
 
-    watched = [signal.SIGINT, signal.SIGTERM]
+    before: dict[signal.Signals, Any] = {}
     try:
-        before = {number: signal.signal(number, partial(note)) for number in watched}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, note)
     except ValueError:  # not the main thread: the signals are somebody else's to handle
         yield received
         return

@@ -32,7 +32,7 @@ class Stream:
 
     capacity: int  # the most tokens these sequences will ever have
     seen: int = 0  # tokens of earlier chunks; the Transformer advances it
-    memory: dict[str, Any] = field(default_factory=dict)  # the encoding's own, under names of its choice
+    memory: dict[Any, Any] = field(default_factory=dict)  # the encoding's own, under keys of its choice
 
 
 class Encoding(nn.Module):
@@ -95,7 +95,7 @@ class Encoding(nn.Module):
         layer: int,
         stream: Stream,
     ) -> Float[Tensor, "batch heads query key"]:
-        """Turns scores into attention weights; nothing may fall on what is not visible. (Stick-breaking, forgetting.)"""
+        """Turns scores into weights; none may fall on what is not visible. (Stick-breaking, forgetting.)"""
         return torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
 
     def footprint(self, capacity: int) -> int:
@@ -107,5 +107,5 @@ class Encoding(nn.Module):
         return None
 
     def optimizer_groups(self) -> Iterable[Mapping[str, Any]]:
-        """Parameters that want their own AdamW settings: {"params": [...], "lr": ..., ...}. The rest share one group."""
+        """Parameters with AdamW settings of their own: {"params": [...], "lr": ..., ...}. The rest share a group."""
         return ()

@@ -127,7 +127,7 @@ class _Scan(torch.autograd.Function):
                 moved.log_().mul_(exponent)
                 histograms[t, :, block] = torch.softmax(moved, 0)  # the power and its normalisation: see `sharpen`
                 previous = histograms[t, :, block]
-        ctx.save_for_backward(start, weights, gamma, copied, histograms)  # type: ignore[attr-defined]
+        ctx.save_for_backward(start, weights, gamma, copied, histograms)  # type: ignore[attr-defined, arg-type]
         ctx.epsilon = epsilon  # type: ignore[attr-defined]
         return histograms
 

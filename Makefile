@@ -1,0 +1,32 @@
+# Every target sets up what it needs in .venv by itself; nothing outside this folder is touched.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test check bench clean
+
+quickstart: $(VENV)/ready  ## train PRISM and the baseline on copying, three minutes
+	$(BIN)/prism quickstart
+
+test: $(VENV)/ready  ## the whole suite
+	$(BIN)/python -m pytest -n auto
+
+check: $(VENV)/ready  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/ready  ## what the histogram scan costs here
+	$(BIN)/prism bench
+
+# On a machine with an NVIDIA GPU the newest torch is right; without one, the tested small CPU set.
+$(VENV)/ready: pyproject.toml constraints/cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "PRISM needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..." >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	@if command -v nvidia-smi >/dev/null 2>&1; then constraints=""; else constraints="--constraint constraints/cpu.txt"; fi; \
+		echo "setting up $(VENV) $$constraints"; \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check $$constraints --editable '.[dev]'
+	@touch $@
+
+clean:  ## remove the environment and caches; runs and results stay
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

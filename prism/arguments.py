@@ -1,0 +1,100 @@
+"""The parts of the command line that need more than a signature: shared argument types, and the flags of `train`.
+
+The flags of `prism train` are the fields of a `RunConfig`; tyro makes them, with the preset's values as defaults.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from prism.config import RunConfig, preset
+from prism.errors import UserError
+from prism.tasks import all_tasks, find_task
+
+Run = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+Runs = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+Prompt = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROMPT")]
+Whole = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+Text = Annotated[str | None, tyro.conf.arg(metavar="STR")]
+
+
+@dataclass(frozen=True)
+class TrainCommand:
+    """Train a model on a task (`prism tasks` lists them).
+
+    Example: prism train reverse --preset quick --max-length 10 --out runs/reverse
+
+    The defaults below are those of the preset you name; every one of them is a flag. A run that was stopped goes on
+    with the same command and --resume.
+    """
+
+    config: Annotated[RunConfig, tyro.conf.arg(name="")]
+    out: Text = None  # run folder; default: runs/TASK-ENCODING-PRESET-...
+    resume: bool = False  # go on with the run in --out
+    device: Text = None  # cpu, cuda; default: the GPU if there is one
+
+
+def parse_train(arguments: list[str]) -> TrainCommand:
+    """Two passes: task, encoding and preset first, since they decide what the other flags are and default to."""
+    looks_for_help = bool({"-h", "--help"} & set(arguments))
+    task_name = next((word for word in arguments[:1] if not word.startswith("-")), None)
+    if task_name is None and not looks_for_help:
+        raise UserError(f"prism train needs a task first, e.g. prism train copy (known: {', '.join(all_tasks())})")
+    if flag_value(arguments, "--resume", takes_value=False) and (out := flag_value(arguments, "--out")):
+        from prism.runs import RunFolder
+
+        base = RunConfig.from_json(RunFolder.open(out).config)
+        if base.task.name != task_name:
+            raise UserError(f"{out} is a run of {base.task.name}, not of {task_name}")
+    else:
+        base = preset(
+            flag_value(arguments, "--preset") or "quick", find_task(task_name or "copy")(),
+            flag_value(arguments, "--encoding") or "prism",
+            whole_number(arguments, "--max-length"), whole_number(arguments, "--seed") or 0,
+        )
+    command: TrainCommand = tyro.cli(
+        TrainCommand, args=arguments[task_name is not None :], default=TrainCommand(base),
+        prog=f"prism train {task_name or 'TASK'}",
+    )
+    return command
+
+
+def flag_value(arguments: Sequence[str], flag: str, takes_value: bool = True) -> str | None:
+    """The value of `--flag value` or `--flag=value`, before the real parser has seen it; the last one counts."""
+    found = None
+    for here, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, value = here.partition("=")
+        if name.replace("_", "-") == flag:
+            found = value if equals else (following if takes_value else "true")
+    return found
+
+
+def whole_number(arguments: Sequence[str], flag: str) -> int | None:
+    """The value of a flag as a whole number of at least 0, if it is there."""
+    text = flag_value(arguments, flag)
+    if text is None:
+        return None
+    if not text.lstrip("-").isdigit():
+        raise UserError(f"{flag} must be a whole number, got {text!r}")
+    return int(text)
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """`10,20,40` -> (10, 20, 40).
+
+    >>> parse_lengths("10, 20,40")
+    (10, 20, 40)
+    """
+    lengths = []
+    for word in text.replace(" ", "").split(",") if text else []:
+        if not word.isdigit() or int(word) < 1:
+            raise UserError(f"--lengths must be whole numbers of at least 1, separated by commas; got {word!r}")
+        lengths.append(int(word))
+    return tuple(lengths)
+
+
+def default_folder(config: RunConfig) -> str:
+    """Where a run goes if it is not told."""
+    return f"runs/{config.task.name}-{config.encoding}-{config.preset}-{config.max_length}-seed{config.seed}"
