@@ -5,8 +5,9 @@ key cursors of one PRISM layer (layers served x heads x cursors per head).
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -59,6 +60,18 @@ class CursorState:
     copy_histograms: Tensor | None = None  # of the trained key cursors a copying one may jump to
 
 
+class Cursors(NamedTuple):
+    """One PRISM layer's cursors in groups that are computed together; `PrismLayer.arrange` puts them in order."""
+
+    moving: Tensor  # query cursors that don't copy, then key cursors with gates of their own
+    copying: Tensor | None = None  # query cursors that may copy
+    fixed: Tensor | None = None  # the increment-only key cursors: all the same, so one stands for all
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Cursors":
+        """The groups, each changed."""
+        return Cursors(*(None if group is None else change(group) for group in self))  # type: ignore[arg-type]
+
+
 class PrismLayer(nn.Module):
     """Gates, query and key cursors and their copy branch, for the heads of the Transformer layers it serves."""
 
@@ -100,34 +113,40 @@ class PrismLayer(nn.Module):
 
     def forward(
         self, x: Float[Tensor, "batch time width"], capacity: int, seen: int, state: CursorState
-    ) -> tuple[Float[Tensor, "batch queries time bins"], Float[Tensor, "batch keys time bins"]]:
-        """Histograms of this chunk's query and key cursors; `state` moves on to the chunk's end."""
+    ) -> Cursors:
+        """Histograms of this chunk's cursors, group by group; `state` moves on to the chunk's end."""
         features, state.gates = self.gates(self.norm(x), state.gates)
-        reset, action = self.cursor_gates(features)
-        gamma = self.gamma()
-        queries, moving = len(self.moving_queries), len(self.moving_queries) + len(self.moving_keys)
+        groups = (len(self.moving_queries) + len(self.moving_keys), len(self.copying))
+        reset, action = (gate.split(groups, dim=1) for gate in self.cursor_gates(features))
+        gamma = self.gamma().split(groups)
         if state.moving is None:
-            start = self._start(x, capacity)
-            state.moving, state.copying = start[:, :moving], start[:, moving:]
-        moved = histogram_scan(
-            state.moving, branch_weights(reset[:, :moving], action[:, :moving]), gamma[:moving], None,
-            self.config.epsilon,
+            state.moving, state.copying = self._start(x, capacity).split(groups, dim=1)
+        moving = histogram_scan(
+            state.moving, branch_weights(reset[0], action[0]), gamma[0], None, self.config.epsilon
         )
-        state.moving = moved[:, :, -1] if x.shape[1] else state.moving
-        query, key = moved[:, :queries], moved[:, queries:]
+        state.moving = moving[:, :, -1] if x.shape[1] else state.moving
         if not self.copying:
-            return query, key
-        if self.fixed_keys:
-            fixed = increment_only(x.shape[1], capacity, seen, x).expand(x.shape[0], len(self.copying), -1, -1)
-            key = _interleave(key, fixed, self.moving_keys, self.fixed_keys)
-        copied, no_copy = self._copied(features, key, capacity, state)
+            return Cursors(moving)
+        fixed = increment_only(x.shape[1], capacity, seen, x) if self.fixed_keys else None
+        copied, no_copy = self._copied(features, moving, capacity, state)
         assert state.copying is not None
-        jumped = histogram_scan(
-            state.copying, branch_weights(reset[:, moving:], action[:, moving:], no_copy), gamma[moving:], copied,
-            self.config.epsilon,
+        copying = histogram_scan(
+            state.copying, branch_weights(reset[1], action[1], no_copy), gamma[1], copied, self.config.epsilon
         )
-        state.copying = jumped[:, :, -1] if x.shape[1] else state.copying
-        return _interleave(query, jumped, self.moving_queries, self.copying), key
+        state.copying = copying[:, :, -1] if x.shape[1] else state.copying
+        return Cursors(moving, copying, fixed)
+
+    def arrange(
+        self, cursors: Cursors
+    ) -> tuple[Float[Tensor, "batch cursors *rest"], Float[Tensor, "batch cursors *rest"]]:
+        """Queries and keys in the order of their indices, from groups of anything that has a cursor dimension."""
+        query, key = cursors.moving.split((len(self.moving_queries), len(self.moving_keys)), dim=1)
+        if cursors.copying is not None:
+            query = _interleave(query, cursors.copying, self.moving_queries, self.copying)
+        if cursors.fixed is not None:
+            fixed = cursors.fixed.expand(query.shape[0], len(self.fixed_keys), *query.shape[2:])
+            key = _interleave(key, fixed, self.moving_keys, self.fixed_keys)
+        return query, key
 
     def _start(self, x: Tensor, capacity: int) -> Float[Tensor, "batch cursors bins"]:
         cursors, spread = self.raw_gamma.shape[0], self.config.start_spread
@@ -140,7 +159,7 @@ class PrismLayer(nn.Module):
         return padded.to(x.dtype).expand(x.shape[0], -1, -1)
 
     def _copied(
-        self, features: Tensor, key: Float[Tensor, "batch keys time bins"], capacity: int, state: CursorState
+        self, features: Tensor, moving: Float[Tensor, "batch moving time bins"], capacity: int, state: CursorState
     ) -> tuple[Float[Tensor, "batch copying time bins"], Float[Tensor, "batch copying time"]]:
         """Mass each copying cursor receives: p_copy over the tokens seen, put where their key cursors stand."""
         weights, no_copy, state.copy_keys = self.copy(features, state.copy_keys)
@@ -150,7 +169,7 @@ class PrismLayer(nn.Module):
             copied = nn.functional.pad(inside, (capacity + 1, max(0, capacity - seen)))
             beyond = weights[..., capacity:].sum(-1)  # only when a chosen support is shorter than the sequence
             return torch.cat((copied[..., :-1], (copied[..., -1] + beyond).unsqueeze(-1)), -1), no_copy
-        paired = key[:, self.copying]
+        paired = moving[:, [len(self.moving_queries) + cursor for cursor in self.copying]]
         earlier = state.copy_histograms
         state.copy_histograms = paired if earlier is None else torch.cat((earlier, paired), dim=2)
         return weights @ state.copy_histograms, no_copy

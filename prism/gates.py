@@ -85,7 +85,7 @@ class RecurrentGates(nn.Module):
         """1e-3 sum over gates of |W^T W - 1|_F^2, where that is the chosen way to keep W_hh near orthogonal."""
         if self.recurrence != "penalty":
             return None
-        square = self.gru.weight_hh_l0.view(3, self.features, self.features)
+        square = self.gru.weight_hh_l0.view(3, self.features, self.features)  # type: ignore[operator]
         eye = torch.eye(self.features, dtype=square.dtype, device=square.device)
         return self.penalty_weight * (square.mT @ square - eye).square().sum()
 

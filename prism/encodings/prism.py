@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from prism.cursors import CursorState, PrismConfig, PrismLayer
+from prism.cursors import Cursors, CursorState, PrismConfig, PrismLayer
 from prism.encodings.encoding import Encoding, Stream
 from prism.errors import UserError
 from prism.ops.attention import extend
@@ -90,13 +90,19 @@ class Prism(Encoding):
         if layer not in self.served:
             return
         capacity = self.support(stream)
-        histograms = self.prism_layers[str(layer)](x, capacity, stream.seen, stream.memory["cursors"][layer])
+        prism_layer: PrismLayer = self.prism_layers[str(layer)]  # type: ignore[assignment]
+        histograms = prism_layer(x, capacity, stream.seen, stream.memory["cursors"][layer])
         stream.memory["histograms", layer] = histograms
         if stream.capacity > capacity:
             self._warn_of_edges(histograms)
-        query, key = (self._position_vectors(cursors, len(self.served[layer]), stream) for cursors in histograms)
+        vectors = prism_layer.arrange(histograms.map(self._superpose))
+        query, key = (self._by_layer(group, len(self.served[layer]), capacity, stream) for group in vectors)
         for served, q, k in zip(self.served[layer], query, key, strict=True):
             stream.memory["positions", served] = q, k
+
+    def histograms(self, layer: int, stream: Stream) -> tuple[Tensor, Tensor]:
+        """Query and key histograms [batch, cursors, time, bins] of the PRISM layer before `layer`, this chunk's."""
+        return self.prism_layers[str(layer)].arrange(stream.memory["histograms", layer])  # type: ignore[operator, union-attr]
 
     def transform(
         self, query: Tensor, key: Tensor, layer: int, stream: Stream
@@ -143,30 +149,32 @@ class Prism(Encoding):
         for layer in self.prism_layers.values():
             layer.gamma_scale = scale  # type: ignore[assignment]
 
-    def _position_vectors(
-        self, histogram: Float[Tensor, "batch cursors time bins"], layers: int, stream: Stream
-    ) -> Iterable[Float[Tensor, "batch heads time channels columns"]]:
-        """Algorithms 2 and 3: one tensor for each Transformer layer served."""
-        config, capacity = self.config, histogram.shape[-1] // 2
-        batch, _, time, _ = histogram.shape
-        absolute = torch.arange(stream.seen + 1, stream.seen + time + 1, device=histogram.device)
-        if config.superposition == "expected":
-            vectors = at_expected_position(histogram, config.pe_width)
-            table = sinusoid_table(capacity, config.pe_width).to(histogram) if config.absolute else None
-        else:
-            make = low_rank_table if config.superposition == "low_rank" else sinusoid_table
-            table = make(capacity, config.pe_width).to(histogram)
-            vectors = superpose(histogram, table)
-        columns = vectors.shape[-1]
-        split = vectors.reshape(batch, layers, self.heads, config.cursors, time, columns).transpose(3, 4)
-        if config.absolute:
-            assert table is not None
-            channel = table[capacity + absolute.clamp_max(capacity)][:, None].expand(*split.shape[:4], 1, columns)
-            split = torch.cat((split, channel), dim=4)
-        return normalise(split, config.pe_width, config.norm).unbind(1)
+    def _superpose(
+        self, histogram: Float[Tensor, "batch cursors time bins"]
+    ) -> Float[Tensor, "batch cursors time columns"]:
+        """Algorithm 2, in the basis the configuration asks for."""
+        if self.config.superposition == "expected":
+            return at_expected_position(histogram, self.config.pe_width)
+        return superpose(histogram, self._table(histogram.shape[-1] // 2).to(histogram))
 
-    def _warn_of_edges(self, histograms: tuple[Tensor, Tensor]) -> None:
-        worst = max(float(edge_mass(h).max()) if h.numel() else 0.0 for h in histograms)
+    def _table(self, capacity: int) -> Float[Tensor, "bins columns"]:
+        make = low_rank_table if self.config.superposition == "low_rank" else sinusoid_table
+        return make(capacity, self.config.pe_width)
+
+    def _by_layer(
+        self, vectors: Float[Tensor, "batch cursors time columns"], layers: int, capacity: int, stream: Stream
+    ) -> Iterable[Float[Tensor, "batch heads time channels columns"]]:
+        """Algorithm 3: one tensor for each Transformer layer served, with the absolute channel if there is one."""
+        batch, _, time, columns = vectors.shape
+        split = vectors.reshape(batch, layers, self.heads, self.config.cursors, time, columns).transpose(3, 4)
+        if self.config.absolute:
+            position = torch.arange(stream.seen + 1, stream.seen + time + 1, device=vectors.device)
+            rows = self._table(capacity).to(vectors)[capacity + position.clamp_max(capacity)]
+            split = torch.cat((split, rows[:, None].expand(*split.shape[:4], 1, columns)), dim=4)
+        return normalise(split, self.config.pe_width, self.config.norm).unbind(1)
+
+    def _warn_of_edges(self, histograms: Cursors) -> None:
+        worst = max(float(edge_mass(h).max()) for h in histograms if h is not None and h.numel())
         if worst > EDGE_WARNING:
             warnings.warn(
                 f"up to {worst:.1%} of a cursor's mass is piled up at the edge of its support of "
