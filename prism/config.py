@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from prism.errors import UserError, unknown
-from prism.settings import Settings, check_type, setting
+from prism.settings import LARGEST, Settings, check_type, setting
 from prism.tasks import Task, find_task
 
 Preset = Literal["quick", "paper", "best"]
@@ -22,12 +22,12 @@ PRESETS: tuple[Preset, ...] = typing.get_args(Preset)
 class ModelConfig(Settings):
     """The Transformer."""
 
-    width: int = setting(192, low=2)  # of the residual stream: the token embedding
-    layers: int = setting(5, low=1)
-    heads: int = setting(7, low=1)  # per layer
-    head_width: int = setting(32, low=1)
-    feedforward: int = setting(4, low=1)  # its width, in multiples of `width`
-    vocabulary: int = setting(64, low=2)
+    width: int = setting(192, low=2, high=65_536)  # of the residual stream: the token embedding
+    layers: int = setting(5, low=1, high=1_024)
+    heads: int = setting(7, low=1, high=1_024)  # per layer
+    head_width: int = setting(32, low=1, high=65_536)
+    feedforward: int = setting(4, low=1, high=1_024)  # its width, in multiples of `width`
+    vocabulary: int = setting(64, low=2, high=1_048_576)
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,17 @@ class RunConfig(Settings):
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 
+    def __post_init__(self) -> None:
+        from prism.encodings import find_encoding
+
+        super().__post_init__()
+        if type(self.positions) is not (wanted := find_encoding(self.encoding).Config):
+            raise UserError(f"positions must be the options of {self.encoding}, {wanted.__name__}; "
+                            f"got {type(self.positions).__name__}")
+        if self.model.vocabulary < (needed := len(self.task.alphabet)):
+            raise UserError(f"vocabulary must be at least {needed}, the symbols of {self.task.name}; "
+                            f"got {self.model.vocabulary}")
+
     def test_lengths(self) -> tuple[int, ...]:
         """The lengths of this run's sweeps."""
         return self.evaluation.lengths or self.task.sweep(self.max_length)
@@ -92,16 +103,20 @@ class RunConfig(Settings):
         return plain
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "RunConfig":
+    def from_json(cls, data: Any) -> "RunConfig":
         """Reads what `to_json` wrote. Unknown keys, wrong types and values out of range are refused."""
         from prism.encodings import find_encoding
 
+        if not isinstance(data, Mapping):
+            raise UserError(f"the configuration must be an object, got {data!r}")
         for key in ("task", "encoding", "positions"):
             if key not in data:
                 raise UserError(f"the configuration lacks '{key}'")
         task = data["task"]
         if not isinstance(task, Mapping) or "name" not in task:
             raise UserError(f"task must be an object with a name, got {task!r}")
+        check_type("task.name", task["name"], str)
+        check_type("encoding", data["encoding"], str)
         options = {key: value for key, value in task.items() if key != "name"}
         values: dict[str, Any] = {
             "task": _build(find_task(task["name"]), options, "task"),
@@ -176,8 +191,8 @@ def _value(value: Any, annotation: Any, at: str) -> Any:
     if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
         return _build(annotation, value, at)
     value = _tuples(value)
-    if annotation is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+    if annotation is float:
+        value = _float(value)
     if isinstance(annotation, types.GenericAlias) and isinstance(value, tuple):
         value = _floats(value, annotation)
     check_type(at, value, annotation)
@@ -190,6 +205,10 @@ def _tuples(value: Any) -> Any:
 
 def _floats(value: tuple[Any, ...], annotation: types.GenericAlias) -> tuple[Any, ...]:
     wanted = typing.get_args(annotation)
-    if all(kind is float for kind in wanted if kind is not Ellipsis):
-        return tuple(float(v) if isinstance(v, int) and not isinstance(v, bool) else v for v in value)
-    return value
+    return tuple(map(_float, value)) if all(kind is float for kind in wanted if kind is not Ellipsis) else value
+
+
+def _float(value: Any) -> Any:
+    """A whole number as the same number with a point; what is no number, or too large for one, as it is."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return float(value) if whole and abs(value) <= LARGEST else value

@@ -8,6 +8,8 @@ from typing import Any
 
 from prism.errors import UserError
 
+LARGEST = 10**15  # of any setting: what is beyond is a slip, and would overflow somewhere less polite
+
 
 def setting(default: Any, *, low: float | None = None, high: float | None = None, above: float | None = None) -> Any:
     """A dataclass field with a default and the range its value must lie in.
@@ -75,11 +77,13 @@ def _numbers(value: Any) -> list[float]:
 
 def _check_range(name: str, value: float, metadata: Any) -> None:
     low, high, above = (metadata.get(key) for key in ("low", "high", "above"))
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{name} must be a finite number, got {value!r}")
     if above is not None and value <= above:
         raise UserError(f"{name} must be greater than {above:g}, got {value!r}")
     if low is not None and value < low:
         raise UserError(f"{name} must be at least {low:g}, got {value!r}")
     if high is not None and value > high:
-        raise UserError(f"{name} must be at most {high:g}, got {value!r}")
+        raise UserError(f"{name} must be at most {high:,}, got {value!r}")
+    if abs(value) > LARGEST:
+        raise UserError(f"{name} must be at most {LARGEST:.0e}, got {value!r}")
