@@ -174,7 +174,7 @@ class Prism(Encoding):
         return normalise(split, self.config.pe_width, self.config.norm).unbind(1)
 
     def _warn_of_edges(self, histograms: Cursors) -> None:
-        worst = max(float(edge_mass(h).max()) for h in histograms if h is not None and h.numel())
+        worst = max(float(edge_mass(h.detach()).max()) for h in histograms if h is not None and h.numel())
         if worst > EDGE_WARNING:
             warnings.warn(
                 f"up to {worst:.1%} of a cursor's mass is piled up at the edge of its support of "
