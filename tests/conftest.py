@@ -25,6 +25,8 @@ def checked(function: Any) -> Any:
 install_import_hook("prism", f"sys.modules[{__name__!r}].checked")
 assert "prism" not in sys.modules, "the package was imported before its annotations could be checked"
 
+torch.set_num_threads(1)  # the tensors are small: threads would only wait for one another
+
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> Iterator[None]:
