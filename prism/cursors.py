@@ -95,7 +95,8 @@ class PrismLayer(nn.Module):
         self.moving_keys = [i for i in range(cursors) if i not in self.fixed_keys]
         moving = len(self.moving_queries) + len(self.moving_keys)
         self.cursor_gates = CursorGates(config.gate_features, moving + len(self.copying), config.reset_start)
-        raw_gamma = math.log(math.expm1(config.gamma_start - 1))
+        above = config.gamma_start - 1
+        raw_gamma = above + math.log(-math.expm1(-above))  # the inverse of softplus, for any exponent
         self.raw_gamma = nn.Parameter(torch.full((moving + len(self.copying),), raw_gamma))
         self.gamma_scale = 1.0  # a test-time knob: > 1 hardens every cursor
         if config.start_spread:

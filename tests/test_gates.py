@@ -100,6 +100,7 @@ def test_gates_start_as_configured(reset_start):
     layer = PrismLayer(WIDTH, 0, 4, small(reset_start=reset_start, gamma_start=3.5))
     assert_close(layer.gamma(), [3.5] * 8)
     assert_close(PrismLayer(WIDTH, 0, 4, small(gamma_start=1.001)).gamma(), [1.001] * 8)
+    assert_close(PrismLayer(WIDTH, 0, 4, small(gamma_start=2000.0)).gamma(), [2000.0] * 8)
 
 
 # --- Copy branch ---

@@ -153,6 +153,8 @@ def test_layers_before_the_first_prism_layer_know_no_positions():
     for depths in ((), (3, 1), (1, 1), (4,)):
         with pytest.raises(UserError, match="depths"):
             prism(4, depths=depths)
+    with pytest.raises(UserError, match=r"depths=\(1, 3\)"):
+        encoding.read(x)
 
 
 def test_gamma_scale_multiplies_every_exponent():

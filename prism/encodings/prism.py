@@ -116,6 +116,9 @@ class Prism(Encoding):
 
     def read(self, x: Float[Tensor, "batch time width"]) -> Stream:
         """For a model of your own: runs the cursors over a whole batch of token embeddings."""
+        if self.config.depths != (0,):
+            raise UserError(f"read runs a PRISM layer before layer 0 alone; with depths={self.config.depths}, call "
+                            "start once, and observe with the residual stream before each layer")
         stream = self.start(x.shape[1])
         self.observe(x, 0, stream)
         return stream
