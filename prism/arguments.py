@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from prism.config import RunConfig, preset
+from prism.config import LONGEST, RunConfig, preset
 from prism.errors import UserError
 from prism.tasks import all_tasks, find_task
 
@@ -76,9 +76,10 @@ def whole_number(arguments: Sequence[str], flag: str) -> int | None:
     text = flag_value(arguments, flag)
     if text is None:
         return None
-    if not text.lstrip("-").isdigit():
-        raise UserError(f"{flag} must be a whole number, got {text!r}")
-    return int(text)
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"{flag} must be a whole number, got {text!r}") from None
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
@@ -89,8 +90,8 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     """
     lengths = []
     for word in text.replace(" ", "").split(",") if text else []:
-        if not word.isdigit() or int(word) < 1:
-            raise UserError(f"--lengths must be whole numbers of at least 1, separated by commas; got {word!r}")
+        if not (word.isdecimal() and len(word) < 20 and 1 <= int(word) <= LONGEST):
+            raise UserError(f"--lengths must be whole numbers from 1 to {LONGEST:,}, separated by commas; got {word!r}")
         lengths.append(int(word))
     return tuple(lengths)
 

@@ -1,16 +1,21 @@
 """The command line: parsing and printing. Each verb is a function; tyro makes its flags from its signature."""
 
 import contextlib
+import io
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import tyro
+try:
+    import tyro
+except ModuleNotFoundError:  # the core package is for other people's models and comes without
+    raise SystemExit("prism: the command line needs tyro: pip install 'prism-positions[train,plot]'") from None
 
 from prism.arguments import Prompt, Run, Runs, Text, TrainCommand, Whole, default_folder, parse_lengths, parse_train
-from prism.errors import RunError, UserError, unknown
+from prism.errors import RunError, UserError, is_out_of_memory, unknown
 from prism.tasks import all_tasks
 
 
@@ -64,7 +69,9 @@ def train(command: TrainCommand) -> None:
     from prism.report import result_table
 
     print(result_table(result))
-    print(f"run folder: {out}\ntry next:   prism figures {out} --out figures   ·   prism generate {out} 'PROMPT'")
+    run_folder = shlex.quote(out)
+    print(f"run folder: {out}\n"
+          f"try next:   prism figures {run_folder} --out figures   ·   prism generate {run_folder} 'PROMPT'")
 
 
 def evaluate(
@@ -174,6 +181,9 @@ VERBS: dict[str, Callable[..., None]] = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command. Bad input ends with one sentence and exit code 2, work that could not be done with 1."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an arrow is no reason to fail on a terminal that lacks it
     try:
         if not arguments or arguments[0] in ("-h", "--help", "help"):
             print(overview())
@@ -191,6 +201,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         fail("stopped", 130)
     except BrokenPipeError:  # the reader of our output (`| head`) has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        fail(error, 1)
+    except ModuleNotFoundError as error:
+        if error.name not in ("rich", "matplotlib"):
+            raise
+        fail(f"this needs {error.name}: pip install 'prism-positions[train,plot]'", 1)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        fail("out of memory: a smaller model, batch, length or limit is the cure", 1)
 
 
 def dispatch(verb: str, arguments: list[str]) -> None:
@@ -207,7 +227,7 @@ def dispatch(verb: str, arguments: list[str]) -> None:
         train(command)
     except Interrupted as stop:
         out = command.out or default_folder(command.config)
-        again = f"prism train {command.config.task.name} --out {out} --resume"
+        again = f"prism train {command.config.task.name} --out {shlex.quote(out)} --resume"
         fail(f"{stop}\ngo on with:  {again}", 128 + stop.signal)
 
 
@@ -217,8 +237,9 @@ def pick_device(asked: str | None) -> str:
 
     if asked is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if asked != "cpu" and not (asked.startswith("cuda") and torch.cuda.is_available()):
-        allowed = "cpu or cuda" if torch.cuda.is_available() else "cpu, as this machine has no GPU"
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    if asked not in ("cpu", *(("cuda", *gpus) if gpus else ())):
+        allowed = f"cpu, cuda, {', '.join(gpus)}" if gpus else "cpu, as this machine has no GPU"
         raise UserError(f"--device must be {allowed}; got {asked!r}")
     return asked
 

@@ -16,6 +16,7 @@ from prism.tasks import Task, find_task
 
 Preset = Literal["quick", "paper", "best"]
 PRESETS: tuple[Preset, ...] = typing.get_args(Preset)
+LONGEST = 1_000_000  # length of an example: far beyond what attention can read, and still quick to draw
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class EvaluationConfig(Settings):
 
     every: int = setting(1_000, low=1)  # steps
     below_loss: float = setting(0.1, above=0)  # no evaluation before the training loss has been this low
-    lengths: tuple[int, ...] = setting((), low=1)  # test lengths; none: the task's own sweep
+    lengths: tuple[int, ...] = setting((), low=1, high=LONGEST)  # test lengths; none: the task's own sweep
     examples: int = setting(100, low=1)  # per length, while training
     final_examples: int = setting(1_000, low=1)  # per length, at the end
     checkpoint_every: int = setting(1_000, low=1)  # steps
@@ -72,7 +73,7 @@ class RunConfig(Settings):
     encoding: str
     positions: Settings  # the encoding's own options
     preset: Preset = "quick"  # where the other values started from
-    max_length: int = setting(10, low=1)  # longest training example, in the task's own measure of length
+    max_length: int = setting(10, low=1, high=LONGEST)  # longest training example, in the task's own measure of length
     steps: int = setting(150_000, low=1)
     batch_size: int = setting(100, low=1)
     seed: int = setting(0, low=0, high=2**31 - 1)
@@ -155,12 +156,12 @@ def _best(base: RunConfig) -> RunConfig:
 def _quick(base: RunConfig) -> RunConfig:
     return dataclasses.replace(
         base,
-        steps=1_500,
+        steps=1_200,
         batch_size=64,
         model=ModelConfig(width=64, layers=2, heads=2, head_width=32),
-        curriculum=CurriculumConfig(stages=((5, 100), (10, 400)), growth_steps=400),
-        optimizer=OptimizerConfig(rate=1e-3, weight_decay=0.01, clip=1.0, warmup=50, decay="cosine", final_rate=0.05),
-        evaluation=EvaluationConfig(every=500, examples=50, final_examples=200, checkpoint_every=500),
+        curriculum=CurriculumConfig(stages=((5, 100), (10, 400)), growth_steps=200),
+        optimizer=OptimizerConfig(rate=2e-3, weight_decay=0.01, clip=1.0, warmup=50, decay="cosine", final_rate=0.05),
+        evaluation=EvaluationConfig(every=200, examples=50, final_examples=200, checkpoint_every=200),
     )
 
 

@@ -22,3 +22,10 @@ def unknown(kind: str, given: str, known: Iterable[str]) -> UserError:
     near = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
     hint = f"; did you mean '{near[0]}'?" if near else ";"
     return UserError(f"unknown {kind} '{given}'{hint} (known: {', '.join(names)})")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, the CPU's allocator (which has no error class of its own) or the GPU's ran out of memory."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or (
+        "can't allocate memory" in str(error)
+    )

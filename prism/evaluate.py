@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from prism.data import Batch, Stream, Vocabulary, collate, draw, vocabulary
-from prism.errors import RunError
+from prism.errors import RunError, is_out_of_memory
 from prism.tasks import Example, Task
 from prism.transformer import Transformer
 
@@ -108,7 +108,9 @@ def score(model: Transformer, task: Task, examples: Sequence[Example]) -> Score:
             tokens += int(batch.mask.sum())
             for name, count in _right_parts(task, words, piece, right).items():
                 parts[name] += count
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise _out_of_memory(words, examples) from error
     finally:
         model.train(was_training)

@@ -1,13 +1,13 @@
 """Run folders -> figures: extrapolation curves in the paper's style. Reads results, never trains."""
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prism.disk import explained, from_json
 from prism.errors import UserError
-from prism.runs import RunFolder
+from prism.runs import RunFolder, config_hash
 from prism.tasks import find_task
 
 if TYPE_CHECKING:
@@ -27,31 +27,49 @@ def draw_runs(paths: Sequence[Path], out: Path) -> list[Path]:
     groups: dict[tuple[str, int], list[Result]] = defaultdict(list)
     for result in results:
         groups[result["config"]["task"]["name"], result["config"]["max_length"]].append(result)
-    out.mkdir(parents=True, exist_ok=True)
+    with explained("create", out):
+        out.mkdir(parents=True, exist_ok=True)
     written = []
     for (task, length), members in sorted(groups.items()):
         figure = extrapolation(members)
         for suffix in ("png", "pdf"):
             path = out / f"{task}-{length}.{suffix}"
             # Without dates in the file, the same results give the same bytes.
-            figure.savefig(path, dpi=160, metadata={"CreationDate": None} if suffix == "pdf" else None)
+            with explained("write", path):
+                figure.savefig(path, dpi=160, metadata={"CreationDate": None} if suffix == "pdf" else None)
             written.append(path)
     return written
 
 
 def read_result(path: Path) -> Result:
     """The result of a finished run, from its folder or from a result.json kept on its own."""
+    found: Any
     if path.is_file():
         try:
-            result = json.loads(path.read_text())
-            result["config"]["task"]["name"], result["final"]["test"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} is not the result of a run: {error!r}") from error
-        return result  # type: ignore[no-any-return]
-    found = RunFolder.open(path).result()
+            with explained("read", path):
+                found = from_json(path.read_bytes())
+        except ValueError as error:
+            raise UserError(f"{path} is not the result of a run: {error}") from error
+    else:
+        found = RunFolder.open(path).result()
     if found is None:
         raise UserError(f"{path} is not finished: train it to its end first (--resume)")
-    return found
+    try:
+        _check(found)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is not the result of a run: {error!r}") from error
+    return found  # type: ignore[no-any-return]
+
+
+def _check(result: Any) -> None:
+    """Raises one error or another unless all that a figure needs is there."""
+    config = result["config"]
+    find_task(config["task"]["name"]), str(config["encoding"]), int(config["max_length"]), int(config["seed"])
+    for one in result["final"]["test"].values():
+        low, high = one["interval"]
+        float(one["exact"]), float(low), float(high)
+    if not _lengths(result):
+        raise ValueError("no test lengths")
 
 
 def extrapolation(results: Sequence[Result]) -> "Figure":
@@ -62,9 +80,7 @@ def extrapolation(results: Sequence[Result]) -> "Figure":
     from matplotlib.figure import Figure
 
     config = results[0]["config"]
-    models: dict[str, list[Result]] = defaultdict(list)
-    for result in results:
-        models[result["config"]["encoding"]].append(result)
+    models = _models(results)
     figure = Figure(figsize=(6.4, 3.9), layout="constrained")
     axes = figure.subplots()
     for rank, (name, runs) in enumerate(models.items()):
@@ -75,6 +91,20 @@ def extrapolation(results: Sequence[Result]) -> "Figure":
     )
     _dress(axes, config, sorted({length for result in results for length in _lengths(result)}))
     return figure
+
+
+def _models(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """Name -> the runs of one model, which differ in nothing but their seed; the same run given twice counts once."""
+    found: dict[str, dict[int, Result]] = defaultdict(dict)
+    for result in results:
+        rest = {key: value for key, value in result["config"].items() if key not in ("seed", "evaluation")}
+        found[config_hash(rest)].setdefault(result["config"]["seed"], result)
+    names: dict[str, list[Result]] = {}
+    for runs in map(list, map(dict.values, found.values())):
+        encoding, preset = runs[0]["config"]["encoding"], runs[0]["config"].get("preset")
+        tries = [encoding, f"{encoding}, {preset}", *(f"{encoding}, {preset}, {count}" for count in range(2, 99))]
+        names[next(name for name in tries if name not in names)] = runs
+    return names
 
 
 def _draw_curve(axes: "Axes", name: str, runs: Sequence[Result], colour: str, marker: str) -> None:
@@ -128,4 +158,5 @@ def _lengths(result: Result) -> list[int]:
 
 
 def _title(encoding: str) -> str:
-    return {"prism": "PRISM", "sinusoidal": "sinusoidal APE", "nope": "NoPE"}.get(encoding, encoding)
+    name, comma, more = encoding.partition(",")
+    return {"prism": "PRISM", "sinusoidal": "sinusoidal APE", "nope": "NoPE"}.get(name, name) + comma + more

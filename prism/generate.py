@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from prism.config import LONGEST
 from prism.data import Vocabulary
 from prism.errors import UserError
 from prism.transformer import Transformer
@@ -28,8 +29,8 @@ def stream_tokens(
 
 def generate(model: Transformer, words: Vocabulary, prompts: Sequence[str], limit: int) -> list[str]:
     """The completion of each prompt, up to and including the end token, or `limit` tokens if none comes."""
-    if limit < 1:
-        raise UserError(f"the number of tokens to generate must be at least 1, got {limit}")
+    if not 1 <= limit <= LONGEST:
+        raise UserError(f"the number of tokens to generate (limit) must be from 1 to {LONGEST:,}, got {limit}")
     device = next(model.parameters()).device
     ids = [torch.from_numpy(words.encode(prompt)).to(device) for prompt in prompts]
     completions = [""] * len(prompts)

@@ -20,11 +20,13 @@ def quickstart_config(encoding: str, seed: int, steps: int | None = None) -> Run
     """The quick preset on copy <= 10, with the table's lengths for a test at the end."""
     config = preset("quick", find_task("copy")(), encoding, seed=seed)
     evaluation = EvaluationConfig(every=200, lengths=LENGTHS, examples=20, final_examples=200, checkpoint_every=200)
-    return dataclasses.replace(config, steps=steps or STEPS, evaluation=evaluation)
+    return dataclasses.replace(config, steps=STEPS if steps is None else steps, evaluation=evaluation)
 
 
 def run(out: Path, seed: int, steps: int | None) -> None:
     """Trains both, prints one table, draws one figure. What is already trained is not trained again."""
+    import matplotlib  # noqa: F401  (if it is missing, that is better known now than after the training)
+
     began = time.perf_counter()
     folders = {encoding: out / f"{encoding}-seed{seed}" for encoding in ENCODINGS}
     results = {}

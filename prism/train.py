@@ -16,8 +16,8 @@ from torch import Tensor
 
 from prism.config import RunConfig
 from prism.curriculum import longest_at
-from prism.data import Batch, Prefetcher, batch
-from prism.errors import RunError
+from prism.data import Batch, Prefetcher, batch, draw
+from prism.errors import RunError, UserError, is_out_of_memory
 from prism.evaluate import Score, score_subsets, sweep
 from prism.optimizer import load_optimizer, make_optimizer, optimizer_tensors, set_rates
 from prism.progress import Progress, silent
@@ -53,12 +53,34 @@ def train(
 ) -> dict[str, Any]:
     """Trains a run to its end in the folder `out` and returns its result. A finished run is returned as it is."""
     progress = progress or silent()
+    _refuse_lengths_without_examples(config)
     with RunFolder.create(out, config.to_json(), resume=resume) as folder:
         finished = folder.result()
         if finished is not None:
             return finished
         with progress:
             return _Training(config, folder, device, progress).run()
+
+
+def _refuse_lengths_without_examples(config: RunConfig) -> None:
+    """Said before there is a folder: the evaluation at the end is a bad place to learn it."""
+    task, longest = config.task, config.max_length
+    draw(task, seed=0, stream="train", step=0, size=1, max_length=longest)
+    draw(task, seed=0, stream="validation", step=0, size=1, length=longest)
+    for length in config.test_lengths():
+        draw(task, seed=0, stream="test", step=0, size=1, length=length)
+
+
+@contextmanager
+def _memory_explained(step: int, made: Batch) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        rows, time = made.tokens.shape
+        raise RunError(f"out of memory at step {step + 1}: {rows} sequences of {time} tokens do not fit; "
+                       "a smaller --batch-size or --max-length is the cure") from error
 
 
 def completion_loss(model: Transformer, made: Batch) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
@@ -83,7 +105,8 @@ class _Training:
         self.progress.start(config, self.model, standing.step)
         with _signals() as received, Prefetcher(self._batch, range(standing.step, config.steps)) as batches:
             for made in batches:
-                self._step(made)
+                with _memory_explained(standing.step, made):
+                    self._step(made)
                 at_end = standing.step == config.steps
                 due = standing.step % config.evaluation.every == 0 and standing.ready
                 improved = (due or at_end) and self._evaluate(at_end)
@@ -95,13 +118,14 @@ class _Training:
         return self._finish()
 
     def _batch(self, step: int) -> Batch:
-        longest = longest_at(step, self.config.curriculum, self.config.max_length)
-        if not self.config.task.has_curriculum:
-            longest = self.config.max_length
         return batch(
             self.config.task, seed=self.config.seed, stream="train", step=step, size=self.config.batch_size,
-            max_length=longest,
+            max_length=self._longest(step),
         )
+
+    def _longest(self, step: int) -> int:
+        longest = self.config.max_length
+        return longest_at(step, self.config.curriculum, longest) if self.config.task.has_curriculum else longest
 
     def _step(self, made: Batch) -> None:
         """One update. Nothing is touched unless loss and gradients are finite."""
@@ -122,7 +146,7 @@ class _Training:
         self.standing.ready |= loss_now < config.evaluation.below_loss
         if (step + 1) % LOG_EVERY == 0 or step + 1 == config.steps:
             record = {
-                "step": step + 1, "longest": longest_at(step, config.curriculum, config.max_length),
+                "step": step + 1, "longest": self._longest(step),
                 "loss": loss_now, "exact": exact.item(), "gradient_norm": norm_now, "rate": rate,
             }
             self.folder.append_metrics(record)
@@ -178,7 +202,8 @@ class _Training:
                 self.progress.note(sentence)
             load_weights(self.model, checkpoint.tensors)
             load_optimizer(self.model, self.optimizer, checkpoint.tensors)
-            self.standing = Standing(**{**checkpoint.state, "best_loss": checkpoint.state["best_loss"] or math.inf})
+            best_loss = checkpoint.state["best_loss"]
+            self.standing = Standing(**{**checkpoint.state, "best_loss": math.inf if best_loss is None else best_loss})
         self.folder.truncate(self.standing.step)
         return self.standing.step
 
@@ -188,12 +213,20 @@ class _Training:
         final = self.folder.evaluations()[-1]["test"]
         best, best_step = final, self.standing.best_step
         if best_step is not None and best_step != self.config.steps:
-            load_weights(self.model, self.folder.load_checkpoint(best_step).tensors)
-            scores = self._test(self.config.evaluation.final_examples, _unheard)
-            best = {name: one.to_json() for name, one in scores.items()}
+            best = self._test_best(best_step)
         result = summarise(self.config, self.model, self.folder, best, best_step, seconds)
         self.folder.write_result(result)
         return result
+
+    def _test_best(self, step: int) -> dict[str, Any]:
+        try:
+            tensors = self.folder.load_checkpoint(step).tensors
+        except (RunError, UserError) as error:  # no reason to lose the run: its final weights are sound
+            self.progress.note(f"{error}; the best weights keep the scores they had in training")
+            return next(record["test"] for record in self.folder.evaluations() if record["step"] == step)
+        load_weights(self.model, tensors)
+        scores = self._test(self.config.evaluation.final_examples, _unheard)
+        return {name: one.to_json() for name, one in scores.items()}
 
 
 def _unheard(name: str, score: Score) -> None:
