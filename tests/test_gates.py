@@ -76,7 +76,7 @@ def test_a_constrained_recurrence_costs_few_operations(recurrence):
     free = RecurrentGates(WIDTH, 100, "free")
     with CountingOps() as plain:
         free(stream_of(3).float(), None)[0].sum().backward()
-    assert constrained.count - plain.count < 100  # the weight is made once a pass
+    assert constrained.count - plain.count <= weight_alone.count  # the weight is made once a pass
 
 
 def test_local_gates_see_their_window_and_nothing_else():
