@@ -4,7 +4,7 @@ import dataclasses
 import time
 from pathlib import Path
 
-from prism.config import EvaluationConfig, RunConfig, preset
+from prism.config import RunConfig, preset
 from prism.figures import draw_runs
 from prism.progress import for_terminal
 from prism.report import comparison_table
@@ -13,14 +13,13 @@ from prism.train import train
 
 LENGTHS = (10, 20, 50, 100, 200)
 ENCODINGS = ("prism", "sinusoidal")
-STEPS = 600
 
 
 def quickstart_config(encoding: str, seed: int, steps: int | None = None) -> RunConfig:
     """The quick preset on copy <= 10, with the table's lengths for a test at the end."""
     config = preset("quick", find_task("copy")(), encoding, seed=seed)
-    evaluation = EvaluationConfig(every=200, lengths=LENGTHS, examples=20, final_examples=200, checkpoint_every=200)
-    return dataclasses.replace(config, steps=STEPS if steps is None else steps, evaluation=evaluation)
+    evaluation = dataclasses.replace(config.evaluation, lengths=LENGTHS, examples=20)
+    return dataclasses.replace(config, steps=config.steps if steps is None else steps, evaluation=evaluation)
 
 
 def run(out: Path, seed: int, steps: int | None) -> None:
