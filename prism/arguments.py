@@ -34,6 +34,7 @@ class TrainCommand:
     out: Text = None  # run folder; default: runs/TASK-ENCODING-PRESET-...
     resume: bool = False  # go on with the run in --out
     device: Text = None  # cpu, cuda; default: the GPU if there is one
+    threads: Whole = None  # of the CPU; default: 1 for a small model (width <= 128), else all cores
 
 
 def parse_train(arguments: list[str]) -> TrainCommand:

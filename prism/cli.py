@@ -60,14 +60,16 @@ def encodings() -> None:
 
 
 def train(command: TrainCommand) -> None:
+    from prism.device import pick_device, use_threads
     from prism.progress import for_terminal
+    from prism.report import result_table
     from prism.train import train as run
 
     config = command.config
     out = command.out or default_folder(config)
-    result = run(config, out, resume=command.resume, device=pick_device(command.device), progress=for_terminal())
-    from prism.report import result_table
-
+    device = pick_device(command.device)
+    use_threads(command.threads, config.model)
+    result = run(config, out, resume=command.resume, device=device, progress=for_terminal())
     print(result_table(result))
     run_folder = shlex.quote(out)
     print(f"run folder: {out}\n"
@@ -88,6 +90,7 @@ def evaluate(
         step: the checkpoint to test; default: the newest.
         device: cpu or cuda; default: the GPU if there is one.
     """
+    from prism.device import pick_device
     from prism.evaluate import score_subsets, sweep
     from prism.report import score_header, score_line
     from prism.trained import open_run
@@ -229,19 +232,6 @@ def dispatch(verb: str, arguments: list[str]) -> None:
         out = command.out or default_folder(command.config)
         again = f"prism train {command.config.task.name} --out {shlex.quote(out)} --resume"
         fail(f"{stop}\ngo on with:  {again}", 128 + stop.signal)
-
-
-def pick_device(asked: str | None) -> str:
-    """The device asked for, or the GPU if there is one."""
-    import torch
-
-    if asked is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    if asked not in ("cpu", *(("cuda", *gpus) if gpus else ())):
-        allowed = f"cpu, cuda, {', '.join(gpus)}" if gpus else "cpu, as this machine has no GPU"
-        raise UserError(f"--device must be {allowed}; got {asked!r}")
-    return asked
 
 
 def say_skipped(sentences: Sequence[str]) -> None:

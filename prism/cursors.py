@@ -21,7 +21,7 @@ from prism.settings import Settings, setting
 
 @dataclass(frozen=True)
 class PrismConfig(Settings):
-    """What PRISM can be. The defaults are the paper's; PAPER.md says which of them it states."""
+    """What PRISM can be. The defaults are the paper's where it states one, ours elsewhere: PAPER.md, section 7."""
 
     gates: Literal["gru", "local"] = "gru"  # the paper's GRU, or a causal convolution over the last `window` tokens
     gate_features: int = setting(100, low=1)  # width of the GRU's state, or of the convolution

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from prism.config import RunConfig, preset
+from prism.device import use_threads
 from prism.figures import draw_runs
 from prism.progress import for_terminal
 from prism.report import comparison_table
@@ -31,6 +32,7 @@ def run(out: Path, seed: int, steps: int | None) -> None:
     results = {}
     for encoding, folder in folders.items():
         config = quickstart_config(encoding, seed, steps)
+        use_threads(None, config.model)
         resume = (folder / "config.json").exists()
         results[encoding] = train(config, folder, resume=resume, progress=for_terminal())
     figure = next(path for path in draw_runs(list(folders.values()), out) if path.suffix == ".png")

@@ -138,8 +138,8 @@ def displacement(
 ) -> Float[Tensor, "*chains displacements"]:
     """P(D = d) for d in -(bins-1)..bins-1: the cross-correlation of two histograms (eq:rel-dist-pmf-path).
 
-    This treats the two positions as independent. The paper calls it the exact path sum; it is so only when `earlier`
-    is one-hot and no reset lies between (PAPER.md, "slips").
+    This treats the two positions as independent. The paper calls it the exact path sum; in general it is not, only
+    for instance when `earlier` is one-hot and no reset lies between (PAPER.md, section 8).
     """
     bins = earlier.shape[-1]
     rows = earlier.reshape(1, -1, bins)

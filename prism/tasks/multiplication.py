@@ -43,6 +43,11 @@ class Multiplication(Task):
         """The two digit counts are drawn independently."""
         return _example(rng, rng.randint(1, max_length), rng.randint(1, max_length))
 
+    def sweep(self, max_length: int) -> tuple[int, ...]:
+        """Up to a third further than three times the training length: a sequence grows with the length's square."""
+        factors = (1 / 2, 1, 4 / 3, 5 / 3, 20 / 9, 10 / 3)  # of 9 digits: 4, 9, 12, 15, 20, 30
+        return tuple(sorted({max(1, round(factor * max_length)) for factor in factors}))
+
     def answer(self, prompt: str) -> str:
         number = "([0-9]|[1-9][0-9]+)"
         form = "two numbers without leading zeros, 'x' between them and '=' at the end, such as '675x1259='"
