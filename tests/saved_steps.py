@@ -38,13 +38,13 @@ def save(folder: Path, *steps: int, keep: int = 9, **options) -> Path:
     return folder / checkpoints.step_name(steps[-1])
 
 
-def forge(folder: Path, step: int, header: dict | bytes, data: bytes = b"", manifest: dict | None = None) -> Path:
+def forge(folder: Path, step: int, header: dict | bytes, data: bytes = b"", manifest=None, state=None) -> Path:
     """A checkpoint whose hashes are right: what somebody with bad intentions, not a bad disk, would make."""
     path = folder / f"step-{step:08d}"
     path.mkdir(parents=True, exist_ok=True)
     head = header if isinstance(header, bytes) else json.dumps(header).encode()
     raw = head if isinstance(header, bytes) else len(head).to_bytes(8, "little") + head + data
-    contents = {"state.json": json.dumps({"step": step}).encode(), "state.safetensors": raw}
+    contents = {"state.json": json.dumps(state or {"step": step}).encode(), "state.safetensors": raw}
     marks = {}
     for name, content in contents.items():
         (path / name).write_bytes(content)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from prism import checkpoints
+from prism import checkpoints, tensorfile
 from prism.errors import RunError, UserError
 from tests.saved_steps import FILES, assert_is, forge, save
 
@@ -111,16 +111,17 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)) -> dict:
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
+ENTRY = json.dumps(entry()).encode()
 BAD_HEADERS = {
     "announced longer than the file": (1 << 40).to_bytes(8, "little") + b"{}",
     "announced longer than any": (2**64 - 1).to_bytes(8, "little") + b"{}" * 50,
     "not even a length": b"\x02\x00",
     "deeply nested": (200_000).to_bytes(8, "little") + b"[" * 200_000,
     "another encoding": (10).to_bytes(8, "little") + "{}   ".encode("utf-16-le"),
-    "repeated name": (b"%c" % 117 + bytes(7) + (b'{"a":' + json.dumps(entry()).encode() + b"," + b'"a":'
-                      + json.dumps(entry()).encode() + b"}").ljust(117) + bytes(8)),
+    "repeated name": (119).to_bytes(8, "little") + b'{"a":%b,"a":%b}' % (ENTRY, ENTRY) + bytes(8),
     "huge shape": {"a": entry(shape=(2**40, 2**10))},
-    "huge empty shape": {"a": entry(shape=(2**62, 2**62, 0), offsets=(0, 0))},
+    "a shape larger than its bytes": {"a": entry(shape=(2**20,))},
+    "huge empty shape": {"a": entry(shape=(2**62, 2**62, 0), offsets=(0, 0)), "b": entry()},
     "overflowing shape": {"a": entry(shape=(2**63, 2))},
     "negative shape": {"a": entry(shape=(-1, -2))},
     "fractional shape": {"a": entry(shape=(2.0,))},
@@ -137,7 +138,7 @@ BAD_HEADERS = {
     "an extra key": {"a": {**entry(), "file": "../../secret"}},
     "an entry that is a list": {"a": [1, 2]},
     "a list": b"\x02" + bytes(7) + b"[]",
-    "too many": {str(number): entry(shape=(0,), offsets=(0, 0)) for number in range(100_001)},
+    "too many": {"a": entry(), **{str(number): entry("U8", (0,), (0, 0)) for number in range(100_000)}},
 }  # fmt: skip
 
 
@@ -151,6 +152,13 @@ def test_a_bad_header_is_refused_before_memory_is_taken(tmp_path, monkeypatch, k
         checkpoints.load(tmp_path, 20)
     assert taken == []
     _assert_skipped(tmp_path, "state.safetensors")
+
+
+def test_a_bloated_header_is_not_even_read(tmp_path):
+    bloated = json.dumps({"a": entry()}).encode().ljust(tensorfile.MAX_HEADER_BYTES + 1)
+    forge(tmp_path, 20, len(bloated).to_bytes(8, "little") + bloated + bytes(8))
+    with pytest.raises(RunError, match="announces a header of 8388609 bytes"):
+        checkpoints.load(tmp_path, 20)
 
 
 def test_the_forger_can_make_a_good_one(tmp_path):
@@ -167,6 +175,12 @@ def test_a_manifest_of_other_files_is_refused(tmp_path, manifest):
     save(tmp_path, 10)
     forge(tmp_path, 20, {"a": entry()}, bytes(8), manifest)
     _assert_skipped(tmp_path, "manifest.json")
+
+
+def test_a_state_that_is_no_dict_is_refused(tmp_path):
+    save(tmp_path, 10)
+    forge(tmp_path, 20, {"a": entry()}, bytes(8), state=[20])
+    _assert_skipped(tmp_path, "state.json is not a JSON object")
 
 
 @pytest.mark.parametrize("name", FILES)

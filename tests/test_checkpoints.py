@@ -62,6 +62,11 @@ def test_the_library_reads_what_we_write_and_we_read_what_it_writes(tmp_path):
     assert {n: bits(t) for n, t in ours.items()} == {n: bits(t) for n, t in tensors.items()}
 
 
+def test_the_name_the_format_keeps_for_itself_is_refused(tmp_path):
+    with pytest.raises(RunError, match="'__metadata__'"):
+        checkpoints.save(tmp_path, 1, {"__metadata__": torch.ones(1)}, {})
+
+
 @pytest.mark.parametrize("unfit", [torch.ones(2).to_sparse(), torch.empty(2, device="meta"), torch.ones(2).cdouble()])
 def test_what_cannot_be_stored_is_refused_before_anything_is_written(tmp_path, unfit):
     with pytest.raises(RunError, match=r"'odd'.*cannot be stored"):
@@ -135,6 +140,22 @@ def test_leftovers_go_when_their_process_is_dead_and_only_then(tmp_path):
     (tmp_path / ".tmp-of-somebody").write_text("mine")
     checkpoints.clean(tmp_path)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [".tmp-1-30", ".tmp-of-somebody", "step-00000010"]
+
+
+def test_what_a_killed_replacement_set_aside_is_put_back(tmp_path):
+    save(tmp_path, 10).rename(tmp_path / ".tmp-old-4194305-10")
+    checkpoints.clean(tmp_path)
+    assert_is(checkpoints.load(tmp_path), 10)
+
+
+def test_a_process_of_somebody_else_is_alive(tmp_path, monkeypatch):
+    def refuse(pid, signal):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refuse)
+    (tmp_path / ".tmp-1-30").mkdir()
+    checkpoints.clean(tmp_path)
+    assert (tmp_path / ".tmp-1-30").exists()
 
 
 # --- What is expected ---
