@@ -149,3 +149,31 @@ def fingerprint(folder: Path) -> dict[str, Any]:
 
 def weights_of(folder: Path, step: int | None = None) -> dict[str, torch.Tensor]:
     return open_run(folder, step).model.state_dict()
+
+
+# --- Commands in this process ---
+
+
+def prism_says(capsys: Any, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command run in this process."""
+    capsys.readouterr()
+    from prism.cli import main
+
+    try:
+        main(arguments)
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    out, err = capsys.readouterr()
+    assert "Traceback" not in out + err
+    return code, out, err
+
+
+def refused(capsys: Any, *arguments: str, code: int = 2) -> str:
+    """The one sentence a command ends with."""
+    ended, out, err = prism_says(capsys, *arguments)
+    assert ended == code, err
+    assert out == ""
+    assert err.startswith("prism: ")
+    (sentence,) = err.splitlines()
+    return sentence

@@ -1,0 +1,90 @@
+"""The README says what is so: its tree, its links, its commands and its code."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from prism.cli import VERBS
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+TEXT = README.read_text() if README.exists() else ""
+UNFINISHED = re.findall(r"@@\w+@@", TEXT)
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.M | re.S)
+
+pytestmark = pytest.mark.skipif(not TEXT, reason="no README yet")
+finished = pytest.mark.skipif(bool(UNFINISHED), reason=f"the README still lacks {', '.join(UNFINISHED)}")
+
+
+def tracked(*paths: str) -> list[str]:
+    """The files of the repository, by git; without git, all there are."""
+    if shutil.which("git") and (ROOT / ".git").exists():
+        command = ["git", "-C", str(ROOT), "ls-files", "--", *paths]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    found = [file for path in paths for file in [ROOT / path, *(ROOT / path).rglob("*")] if file.is_file()]
+    return [str(file.relative_to(ROOT)) for file in found if "__pycache__" not in file.parts]
+
+
+def tree() -> set[str]:
+    """The paths of the tree block: a name a line, deeper ones indented, folders with a slash."""
+    (block,) = [body for kind, body in BLOCKS if not kind and re.search(r"\bprism/\s", body)]
+    paths, above = set(), []
+    for line in block.splitlines():
+        plain = re.sub("[│├└─]", " ", line)
+        if not plain.strip():
+            continue
+        depth, name = len(plain) - len(plain.lstrip()), plain.split()[0]
+        above = [(at, folder) for at, folder in above if at < depth]
+        if not re.fullmatch(r"[\w.\-]+(/[\w.\-]+)*/?", name):
+            continue  # a description that goes on
+        path = "".join(folder for _, folder in above) + name
+        paths.add(path.rstrip("/"))
+        if name.endswith("/"):
+            above.append((depth, name))
+    return paths
+
+
+def test_a_committed_readme_is_finished():
+    if tracked("README.md"):
+        assert not UNFINISHED
+
+
+@finished
+def test_what_the_tree_names_exists():
+    named = tree()
+    assert len(named) > 10
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+@finished
+def test_the_tree_names_all_of_the_package():
+    package = {"/".join(Path(path).parts[:2]) for path in tracked("prism")}
+    assert len(package) > 10
+    assert sorted(package - tree()) == []
+
+
+@finished
+def test_links_lead_somewhere():
+    links = re.findall(r"\]\(([^)#\s]+)", TEXT)
+    assert links
+    assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
+
+
+@finished
+def test_the_commands_exist():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    indented, inline = re.findall(r"^    (.*)", TEXT, re.M), re.findall(r"`([^`\n]+)`", TEXT)
+    code = "\n".join([body for _, body in BLOCKS] + indented + inline)
+    made, verbs = set(re.findall(r"\bmake ([a-z]+)", code)), set(re.findall(r"^ *prism ([a-z]+)", code, re.M))
+    assert {"quickstart", "test"} <= made <= targets
+    assert {"quickstart", "train", "evaluate", "figures", "generate"} <= verbs <= set(VERBS)
+
+
+def test_the_code_runs_as_it_is_written():
+    blocks = [body for kind, body in BLOCKS if kind == "python"]
+    assert blocks
+    for body in blocks:
+        exec(compile(body, "README.md", "exec"), {"__name__": "readme"})
