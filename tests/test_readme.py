@@ -34,12 +34,10 @@ def tree() -> set[str]:
     paths, above = set(), []
     for line in block.splitlines():
         plain = re.sub("[│├└─]", " ", line)
-        if not plain.strip():
-            continue
+        if not plain.strip() or plain.startswith(12 * " "):
+            continue  # nothing, or a description that goes on
         depth, name = len(plain) - len(plain.lstrip()), plain.split()[0]
         above = [(at, folder) for at, folder in above if at < depth]
-        if not re.fullmatch(r"[\w.\-]+(/[\w.\-]+)*/?", name):
-            continue  # a description that goes on
         path = "".join(folder for _, folder in above) + name
         paths.add(path.rstrip("/"))
         if name.endswith("/"):
