@@ -50,6 +50,8 @@ class Prism(Encoding):
         depths = self.config.depths
         if list(depths) != sorted(set(depths)) or not depths or depths[-1] >= layers:
             raise UserError(f"depths must be increasing layer numbers below {layers}, got {depths}")
+        if self.config.pe_width % 2:
+            raise UserError(f"pe_width must be even, a sine and a cosine a frequency, got {self.config.pe_width}")
         self.served = {
             depth: range(depth, after) for depth, after in zip(depths, (*depths[1:], layers), strict=True)
         }
@@ -57,6 +59,10 @@ class Prism(Encoding):
             str(depth): PrismLayer(width, depth, len(served) * heads * self.config.cursors, self.config)
             for depth, served in self.served.items()
         })
+        fewest = min(map(len, self.served.values())) * heads * self.config.cursors
+        if self.config.copy_every > fewest:
+            raise UserError(f"copy_every must be at most {fewest}, a PRISM layer's query cursors, "
+                            f"got {self.config.copy_every}")
         positioned = layers - depths[0]
         channels = self.config.cursors + self.config.absolute
         self.alpha = nn.Parameter(torch.full((positioned, heads, channels), self.config.alpha_start))
