@@ -110,11 +110,12 @@ class _Training:
                 at_end = standing.step == config.steps
                 due = standing.step % config.evaluation.every == 0 and standing.ready
                 improved = (due or at_end) and self._evaluate(at_end)
+                stopped_by = received[0] if received else None  # looked at once: what comes later ends the next step
                 # Always after the evaluation: a checkpoint stands for everything up to its step, records included.
-                if improved or at_end or received or standing.step % config.evaluation.checkpoint_every == 0:
+                if improved or at_end or stopped_by or standing.step % config.evaluation.checkpoint_every == 0:
                     self._save()
-                if received and not at_end:
-                    raise Interrupted(received[0], standing.step)
+                if stopped_by and not at_end:
+                    raise Interrupted(stopped_by, standing.step)
         return self._finish()
 
     def _batch(self, step: int) -> Batch:

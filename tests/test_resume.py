@@ -142,6 +142,21 @@ def test_a_signal_in_this_process_stops_after_its_step_and_the_old_handler_is_ba
     assert RunFolder.open(tmp_path / "run").checkpoint_steps() == [4]
 
 
+def test_a_signal_that_comes_while_saving_ends_the_next_step(tmp_path, monkeypatch):
+    """What is said to be saved is saved, whenever the signal came."""
+    real = RunFolder.save_checkpoint
+
+    def struck(self, step, *arguments, **more):
+        real(self, step, *arguments, **more)
+        if step == 7:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(RunFolder, "save_checkpoint", struck)
+    with pytest.raises(Interrupted) as stop:
+        train(small_config("copy", "nope"), tmp_path / "run")
+    assert stop.value.step == RunFolder.open(tmp_path / "run").checkpoint_steps()[-1] == 8
+
+
 @pytest.mark.parametrize("damage", ["flip", "cut"])
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(damage, whole, tmp_path, processes):
     config, (wanted, _) = CONFIGS["sinusoidal"], whole["sinusoidal"]
