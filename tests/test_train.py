@@ -9,12 +9,14 @@ import torch
 import prism.train
 from prism.data import batch, collate, vocabulary
 from prism.errors import RunError, UserError
+from prism.gates import RecurrentGates
+from prism.generate import generate
 from prism.runs import RunFolder
 from prism.tasks import all_tasks
 from prism.tasks.scan_cot import ScanCot
 from prism.train import completion_loss, train
 from prism.trained import build
-from tests.small import ENCODINGS, MODEL, fingerprint, short_examples, small_config, stirred, weights_of
+from tests.small import ENCODINGS, MODEL, fingerprint, memorise, short_examples, small_config, stirred, weights_of
 
 TASKS = sorted(all_tasks())
 
@@ -52,6 +54,16 @@ def test_the_loss_is_the_mean_over_completion_tokens(name):
     assert exact.item() == pytest.approx(right / len(examples))
 
 
+def test_the_share_of_right_examples_is_of_whole_completions():
+    config = small_config("copy", "nope")
+    words, examples = vocabulary(config.task), short_examples(config.task, 8)
+    model = memorise(build(config), config.task, examples[:3])
+    made = generate(model, words, [example.prompt for example in examples], 9)
+    right = sum(text == example.completion for text, example in zip(made, examples, strict=True))
+    assert 0 < right < 8
+    assert completion_loss(model, collate(words, examples))[1].item() == right / 8
+
+
 def test_what_the_prompt_predicts_has_no_say_in_the_loss():
     config = small_config("reverse")
     model = stirred(config)
@@ -71,6 +83,7 @@ def test_what_the_prompt_predicts_has_no_say_in_the_loss():
 def test_a_step_follows_the_gradient_of_loss_and_penalty(recurrence, tmp_path, monkeypatch):
     """Its norm, before clipping, against one computed here from the same batch."""
     monkeypatch.setattr(prism.train, "LOG_EVERY", 1)
+    monkeypatch.setattr(RecurrentGates, "penalty_weight", 1.0)  # the paper's 1e-3 would drown
     config = small_config("copy", "prism", {"recurrence": recurrence}, steps=1)
     train(config, tmp_path / "run")
     model, layer = build(config), "0"
@@ -78,7 +91,7 @@ def test_a_step_follows_the_gradient_of_loss_and_penalty(recurrence, tmp_path, m
     loss = completion_loss(model, made)[0]
     if recurrence == "penalty":
         for square in model.encoding.prism_layers[layer].gates.gru.weight_hh_l0.chunk(3):
-            loss = loss + 1e-3 * (square.T @ square - torch.eye(len(square))).square().sum()
+            loss = loss + (square.T @ square - torch.eye(len(square))).square().sum()
     loss.backward()
     norm = math.sqrt(sum(one.grad.square().sum().item() for one in model.parameters() if one.grad is not None))
     (record,) = RunFolder.open(tmp_path / "run").metrics()
