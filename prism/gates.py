@@ -78,8 +78,12 @@ class RecurrentGates(nn.Module):
             return x.new_zeros(x.shape[0], 0, self.features), (
                 x.new_zeros(1, x.shape[0], self.features) if memory is None else memory
             )
-        with parametrize.cached():  # nn.GRU asks for its weights four times a pass
-            return self.gru(x, memory)
+        start = x.new_zeros(1, x.shape[0], self.features) if memory is None else memory
+        gru = self.gru
+        # Not gru(x): that would make the constrained weight four times a pass, and keep it in a list of its own, with
+        # its graph, so that the model could no longer be deep-copied.
+        weights = [gru.weight_ih_l0, gru.weight_hh_l0, gru.bias_ih_l0, gru.bias_hh_l0]
+        return torch.gru(x, start, weights, True, 1, 0.0, self.training, False, True)  # type: ignore[arg-type]
 
     def penalty(self) -> Float[Tensor, ""] | None:
         """1e-3 sum over gates of |W^T W - 1|_F^2, where that is the chosen way to keep W_hh near orthogonal."""

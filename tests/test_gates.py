@@ -1,5 +1,6 @@
 """What moves the cursors: the gates' networks, how a recurrence is kept in bounds, and the copy branch's attention."""
 
+import copy
 import math
 
 import numpy as np
@@ -119,3 +120,17 @@ def test_copy_attention_is_a_causal_softmax_with_a_null_slot():
         assert not weights[b, c, t, t:].any()
         assert float(null[b, c, t]) == pytest.approx(expected[-1])
     assert (null[:, :, 0] == 1).all()
+
+
+@pytest.mark.parametrize("recurrence", ["orthogonal", "normalised", "penalty", "free"])
+def test_recurrent_gates_are_those_of_a_gru_and_can_be_copied_after_use(recurrence):
+    gates = RecurrentGates(WIDTH, 5, recurrence)
+    x = torch.randn(2, 7, WIDTH)
+    features, last = gates(x, None)
+    plain = torch.nn.GRU(WIDTH, 5, batch_first=True)
+    names = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
+    plain.load_state_dict({name: getattr(gates.gru, name).detach() for name in names})
+    expected, state = plain(x)
+    assert_close(features, expected)
+    assert_close(last, state)
+    assert_close(copy.deepcopy(gates)(x, None)[0], features)
