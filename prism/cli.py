@@ -1,6 +1,5 @@
 """The command line: parsing and printing. Each verb is a function; tyro makes its flags from its signature."""
 
-import contextlib
 import io
 import os
 import shlex
@@ -129,19 +128,18 @@ def generate(run: Run, prompt: Prompt, limit: Whole = None, step: Whole = None) 
     trained = open_run(run, step)
     say_skipped(trained.skipped)
     trained.words.encode(prompt)  # an unknown symbol is said before anything about the task's form
-    right: str | None = None
-    with contextlib.suppress(UserError):
+    right, verdict = None, ""
+    try:
         right = trained.config.task.answer(prompt)
+    except UserError as error:  # the model may have something to say all the same
+        verdict = f"({error})"
     if limit is None:
         limit = len(trained.words.split(right)) + 8 if right else 256
     made = complete(trained.model, trained.words, [prompt], limit)[0]
     print(made)
-    if right is None:
-        print(f"({trained.config.task.name} has no answer to that prompt)", file=sys.stderr)
-    elif made == right:
-        print("right", file=sys.stderr)
-    else:
-        print(f"wrong; right would be\n{right}", file=sys.stderr)
+    if right is not None:
+        verdict = "right" if made == right else f"wrong; right would be\n{right}"
+    print(verdict, file=sys.stderr)
 
 
 def figures(runs: Runs, out: str = "figures") -> None:

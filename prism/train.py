@@ -170,9 +170,9 @@ class _Training:
     def _evaluate(self, at_end: bool) -> bool:
         """Records a sweep; true if the model is the best so far on validation at its training length."""
         config, standing = self.config, self.standing
-        examples = config.evaluation.final_examples if at_end else config.evaluation.examples
-        validation = sweep(self.model, config.task, [config.max_length], examples, "validation")[str(config.max_length)]
-        test = self._test(examples, self.progress.score if at_end else _unheard)
+        most = config.evaluation.final_examples  # for validation every time: the best is the best on the same examples
+        validation = sweep(self.model, config.task, [config.max_length], most, "validation")[str(config.max_length)]
+        test = self._test(most, self.progress.score) if at_end else self._test(config.evaluation.examples, _unheard)
         self.folder.append_evaluation({
             "step": standing.step, "validation": validation.to_json(),
             "test": {name: one.to_json() for name, one in test.items()},
