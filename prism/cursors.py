@@ -117,18 +117,20 @@ class PrismLayer(nn.Module):
     ) -> Cursors:
         """Histograms of this chunk's cursors, group by group; `state` moves on to the chunk's end."""
         features, state.gates = self.gates(self.norm(x), state.gates)
+        # A histogram in half precision forgets where it is within a few tokens: only the gates may be half.
+        exact = torch.promote_types(x.dtype, torch.float32)
         groups = (len(self.moving_queries) + len(self.moving_keys), len(self.copying))
-        reset, action = (gate.split(groups, dim=1) for gate in self.cursor_gates(features))
-        gamma = self.gamma().split(groups)
+        reset, action = (gate.to(exact).split(groups, dim=1) for gate in self.cursor_gates(features))
+        gamma = self.gamma().to(exact).split(groups)
         if state.moving is None:
-            state.moving, state.copying = self._start(x, capacity).split(groups, dim=1)
+            state.moving, state.copying = self._start(x.shape[0], capacity, reset[0]).split(groups, dim=1)
         moving = histogram_scan(
             state.moving, branch_weights(reset[0], action[0]), gamma[0], None, self.config.epsilon
         )
         state.moving = moving[:, :, -1] if x.shape[1] else state.moving
         if not self.copying:
             return Cursors(moving)
-        fixed = increment_only(x.shape[1], capacity, seen, x) if self.fixed_keys else None
+        fixed = increment_only(x.shape[1], capacity, seen, reset[0]) if self.fixed_keys else None
         copied, no_copy = self._copied(features, moving, capacity, state)
         assert state.copying is not None
         copying = histogram_scan(
@@ -149,21 +151,22 @@ class PrismLayer(nn.Module):
             key = _interleave(key, fixed, self.moving_keys, self.fixed_keys)
         return query, key
 
-    def _start(self, x: Tensor, capacity: int) -> Float[Tensor, "batch cursors bins"]:
+    def _start(self, batch: int, capacity: int, like: Tensor) -> Float[Tensor, "batch cursors bins"]:
         cursors, spread = self.raw_gamma.shape[0], self.config.start_spread
-        start = one_hot_start(x.shape[0], cursors, capacity, dtype=x.dtype, device=x.device)
+        start = one_hot_start(batch, cursors, capacity, dtype=like.dtype, device=like.device)
         if not spread:
             return start
         reach = min(spread, capacity)
         learned = torch.softmax(self.start_logits[:, spread - reach : spread + reach + 1], dim=-1)
         padded = nn.functional.pad(learned, (capacity - reach, capacity - reach))
-        return padded.to(x.dtype).expand(x.shape[0], -1, -1)
+        return padded.to(like.dtype).expand(batch, -1, -1)
 
     def _copied(
         self, features: Tensor, moving: Float[Tensor, "batch moving time bins"], capacity: int, state: CursorState
     ) -> tuple[Float[Tensor, "batch copying time bins"], Float[Tensor, "batch copying time"]]:
         """Mass each copying cursor receives: p_copy over the tokens seen, put where their key cursors stand."""
         weights, no_copy, state.copy_keys = self.copy(features, state.copy_keys)
+        weights, no_copy = weights.to(moving.dtype), no_copy.to(moving.dtype)
         seen = weights.shape[-1]
         if self.fixed_keys:  # token s stands at offset s + 1: a shift, whose cost does not grow with the bins
             inside = weights[..., :capacity]

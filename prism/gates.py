@@ -29,10 +29,11 @@ class OrthogonalGates(nn.Module):
         self.register_buffer("base", squares)
 
     def forward(self, free: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
-        square = free.view(3, -1, free.shape[1])
+        square = free.view(3, -1, free.shape[1]).to(torch.promote_types(free.dtype, torch.float32))
         skew = square - square.mT
-        eye = torch.eye(free.shape[1], dtype=free.dtype, device=free.device)
-        return (self.base @ torch.linalg.solve(eye + skew, eye - skew)).reshape_as(free)
+        eye = torch.eye(free.shape[1], dtype=square.dtype, device=free.device)
+        rotation = torch.linalg.solve(eye + skew, eye - skew)
+        return (self.base.to(square.dtype) @ rotation).reshape_as(free).to(free.dtype)
 
     def right_inverse(self, weight: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
         return torch.zeros_like(weight)  # A = 0: the start is Q_0

@@ -52,7 +52,7 @@ class Attention(nn.Module):
         asking = torch.arange(stream.seen, stream.seen + time, device=x.device)
         visible = torch.arange(key.shape[2], device=x.device)[None, :] <= asking[:, None]
         weights = encoding.weigh(scores, visible, self.layer, stream)
-        return self.out((weights @ value).transpose(1, 2).flatten(2))
+        return self.out((weights.to(value.dtype) @ value).transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):

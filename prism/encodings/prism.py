@@ -97,12 +97,14 @@ class Prism(Encoding):
             return
         capacity = self.support(stream)
         prism_layer: PrismLayer = self.prism_layers[str(layer)]  # type: ignore[assignment]
-        histograms = prism_layer(x, capacity, stream.seen, stream.memory["cursors"][layer])
-        stream.memory["histograms", layer] = histograms
-        if stream.capacity > capacity:
-            self._warn_of_edges(histograms)
-        vectors = prism_layer.arrange(histograms.map(self._superpose))
-        query, key = (self._by_layer(group, len(self.served[layer]), capacity, stream) for group in vectors)
+        with torch.autocast(x.device.type, enabled=False):  # mixed precision would round the histograms' products
+            x = x.to(prism_layer.raw_gamma.dtype)
+            histograms = prism_layer(x, capacity, stream.seen, stream.memory["cursors"][layer])
+            stream.memory["histograms", layer] = histograms
+            if stream.capacity > capacity:
+                self._warn_of_edges(histograms)
+            vectors = prism_layer.arrange(histograms.map(self._superpose))
+            query, key = (self._by_layer(group, len(self.served[layer]), capacity, stream) for group in vectors)
         for served, q, k in zip(self.served[layer], query, key, strict=True):
             stream.memory["positions", served] = q, k
 
@@ -133,9 +135,10 @@ class Prism(Encoding):
         self, query: Tensor, key: Tensor, layer: int, stream: Stream
     ) -> tuple[Float[Tensor, "batch heads time extended"], Float[Tensor, "batch heads time extended"]]:
         """For a model of your own: (q, k) such that `scaled_dot_product_attention`, with its default scale, scores
-        by content and position together."""
+        by content and position together. They have the dtype of what was given; in half precision a score in the
+        hundreds is off by about one."""
         q, k = self.transform(query / math.sqrt(query.shape[-1]), key, layer, stream)
-        return q * math.sqrt(q.shape[-1]), k
+        return (q * math.sqrt(q.shape[-1])).to(query.dtype), k.to(key.dtype)
 
     def footprint(self, capacity: int) -> int:
         cursors = sum(layer.cursors for layer in self.prism_layers.values())  # type: ignore[misc]
