@@ -1,4 +1,4 @@
-"""What the histogram scan costs here: forms of one computation against each other, in one run, as ratios.
+"""What training needs from this machine: the histogram scan's forms against each other, and batches a second.
 
 Correctness first: no time is printed for a form that does not agree with the reference.
 """
@@ -9,15 +9,18 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from prism.data import batch
 from prism.environment import describe_environment
 from prism.errors import RunError
 from prism.ops.histogram import Method, histogram_scan, one_hot_start
+from prism.tasks import Task, all_tasks
 
 AGREEMENT = 1e-4  # relative norm, float32 against float32
 
@@ -46,9 +49,11 @@ def run(repeats: int, out: Path) -> dict[str, Any]:
         raise RunError(f"--repeats must be at least 1, got {repeats}")
     print(f"histogram scan, forward and backward, {torch.get_num_threads()} threads, median of {repeats} (min - max)")
     rows = [_measure(size, repeats) for size in SIZES]
-    report = {"environment": describe_environment(), "repeats": repeats, "rows": rows}
+    print("\nbatches of 100 a second, drawn and collated by one thread, at each task's training length")
+    batches = {name: _batches_per_second(task(), repeats) for name, task in all_tasks().items()}
+    report = {"environment": describe_environment(), "repeats": repeats, "rows": rows, "batches_per_second": batches}
     out.mkdir(parents=True, exist_ok=True)
-    path = out / "scan-cpu.json"
+    path = out / "cpu.json"
     path.write_text(json.dumps(report, indent=2) + "\n")
     print(path)
     return report
@@ -83,6 +88,19 @@ def _measure(size: Size, repeats: int) -> dict[str, Any]:
         "size": {"name": size.name, "batch": size.batch, "cursors": size.cursors, "time": size.time},
         "seconds": seconds, "ratio": ratio, "histograms_bytes": 4 * size.bin_steps, "peak_gib": peak,
     }
+
+
+def _batches_per_second(task: Task, repeats: int, batches: int = 100) -> float:
+    make = partial(batch, task, seed=0, stream="train", size=100, max_length=task.training_length)
+    make(step=0)  # whatever is made once (SCAN's grammar) is no part of it
+    rates = []
+    for repeat in range(repeats):
+        began = time.perf_counter()
+        for step in range(batches):
+            make(step=1 + repeat * batches + step)
+        rates.append(batches / (time.perf_counter() - began))
+    print(f"  {task.name:15} {statistics.median(rates):7,.0f}")
+    return statistics.median(rates)
 
 
 def _inputs(size: Size) -> tuple[list[Tensor], Tensor]:

@@ -160,7 +160,7 @@ def figures(runs: Runs, out: str = "figures") -> None:
 
 
 def bench(repeats: int = 5, out: str = "results/bench") -> None:
-    """Measure what this machine has: the histogram scan, forward and backward, against plain autograd.
+    """Measure this machine: the histogram scan against plain autograd, and batches a second.
 
     Example: prism bench
 
