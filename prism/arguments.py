@@ -3,6 +3,7 @@
 The flags of `prism train` are the fields of a `RunConfig`; tyro makes them, with the preset's values as defaults.
 """
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -35,6 +36,13 @@ class TrainCommand:
     resume: bool = False  # go on with the run in --out
     device: Text = None  # cpu, cuda; default: the GPU if there is one
     threads: Whole = None  # of the CPU; default: 1 for a small model (width <= 128), else all cores
+
+    def again(self, out: str) -> str:
+        """The command that goes on with this run in `out`: same task, same device, same threads."""
+        flags = "".join(
+            f" --{name} {value}" for name in ("device", "threads") if (value := getattr(self, name)) is not None
+        )
+        return f"prism train {self.config.task.name} --out {shlex.quote(out)} --resume{flags}"
 
 
 def parse_train(arguments: list[str]) -> TrainCommand:

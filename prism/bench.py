@@ -18,7 +18,7 @@ from torch import Tensor
 
 from prism.data import batch
 from prism.environment import describe_environment
-from prism.errors import RunError
+from prism.errors import RunError, UserError
 from prism.ops.histogram import Method, histogram_scan, one_hot_start
 from prism.tasks import Task, all_tasks
 
@@ -46,7 +46,7 @@ FORMS: tuple[Method, ...] = ("adjoint", "reference")
 def run(repeats: int, out: Path) -> dict[str, Any]:
     """Prints the table and writes it as JSON."""
     if repeats < 1:
-        raise RunError(f"--repeats must be at least 1, got {repeats}")
+        raise UserError(f"--repeats must be at least 1, got {repeats}")
     print(f"histogram scan, forward and backward, {torch.get_num_threads()} threads, median of {repeats} (min - max)")
     rows = [_measure(size, repeats) for size in SIZES]
     print("\nbatches of 100 a second, drawn and collated by one thread, at each task's training length")

@@ -14,12 +14,12 @@ except ModuleNotFoundError:  # the core package is for other people's models and
     raise SystemExit("prism: the command line needs tyro: pip install 'prism-positions[train,plot]'") from None
 
 from prism.arguments import Prompt, Run, Runs, Text, TrainCommand, Whole, default_folder, parse_lengths, parse_train
-from prism.errors import RunError, UserError, is_out_of_memory, unknown
+from prism.errors import Interrupted, RunError, UserError, is_out_of_memory, unknown
 from prism.tasks import all_tasks
 
 
 def quickstart(seed: int = 0, steps: Whole = None, out: str = "runs/quickstart") -> None:
-    """Train PRISM and the paper's baseline to copy 10 digits; test both on up to 200.
+    """Train PRISM and a sinusoidal baseline of its size to copy 10 digits; test both on up to 200.
 
     Example: prism quickstart --seed 1
 
@@ -68,7 +68,11 @@ def train(command: TrainCommand) -> None:
     out = command.out or default_folder(config)
     device = pick_device(command.device)
     use_threads(command.threads, config.model)
-    result = run(config, out, resume=command.resume, device=device, progress=for_terminal())
+    try:
+        result = run(config, out, resume=command.resume, device=device, progress=for_terminal())
+    except Interrupted as stop:
+        stop.again = command.again(out)
+        raise
     print(result_table(result))
     run_folder = shlex.quote(out)
     print(f"run folder: {out}\n"
@@ -89,7 +93,7 @@ def evaluate(
         step: the checkpoint to test; default: the newest.
         device: cpu or cuda; default: the GPU if there is one.
     """
-    from prism.device import pick_device
+    from prism.device import pick_device, use_threads
     from prism.evaluate import score_subsets, sweep
     from prism.report import score_header, score_line
     from prism.trained import open_run
@@ -98,6 +102,7 @@ def evaluate(
     if examples < 1:
         raise UserError(f"--examples must be at least 1, got {examples}")
     trained = open_run(run, step, pick_device(device))
+    use_threads(None, trained.config.model)
     say_skipped(trained.skipped)
     task = trained.config.task
     print(f"{task.name} <= {trained.config.max_length}, {trained.config.encoding}, step {trained.step:,}")
@@ -111,7 +116,9 @@ def evaluate(
         score_subsets(trained.model, task, report=show)
 
 
-def generate(run: Run, prompt: Prompt, limit: Whole = None, step: Whole = None) -> None:
+def generate(
+    run: Run, prompt: Prompt, limit: Whole = None, step: Whole = None, device: Text = None
+) -> None:
     """Let a trained run complete a prompt, and say whether it is right.
 
     Example: prism generate runs/quickstart/prism-seed0 '314159265358979='
@@ -121,11 +128,14 @@ def generate(run: Run, prompt: Prompt, limit: Whole = None, step: Whole = None) 
         prompt: the text up to and including '='.
         limit: most tokens to generate; default: what the right answer needs and a few more.
         step: the checkpoint to use; default: the newest.
+        device: cpu or cuda; default: the GPU if there is one.
     """
+    from prism.device import pick_device, use_threads
     from prism.generate import generate as complete
     from prism.trained import open_run
 
-    trained = open_run(run, step)
+    trained = open_run(run, step, pick_device(device))
+    use_threads(None, trained.config.model)
     say_skipped(trained.skipped)
     trained.words.encode(prompt)  # an unknown symbol is said before anything about the task's form
     right, verdict = None, ""
@@ -198,6 +208,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         fail(error, 2)
     except RunError as error:
         fail(error, 1)
+    except Interrupted as stop:
+        fail(f"{stop}\ngo on with:  {stop.again}", 128 + stop.signal)
     except KeyboardInterrupt:
         fail("stopped", 130)
     except BrokenPipeError:  # the reader of our output (`| head`) has gone
@@ -218,18 +230,10 @@ def dispatch(verb: str, arguments: list[str]) -> None:
     """Parses the flags of one verb and runs it."""
     if verb not in VERBS:
         raise unknown("command", verb, VERBS)
-    if verb != "train":
+    if verb == "train":
+        train(parse_train(arguments))
+    else:
         tyro.cli(VERBS[verb], args=arguments, prog=f"prism {verb}")
-        return
-    command = parse_train(arguments)
-    from prism.train import Interrupted
-
-    try:
-        train(command)
-    except Interrupted as stop:
-        out = command.out or default_folder(command.config)
-        again = f"prism train {command.config.task.name} --out {shlex.quote(out)} --resume"
-        fail(f"{stop}\ngo on with:  {again}", 128 + stop.signal)
 
 
 def say_skipped(sentences: Sequence[str]) -> None:

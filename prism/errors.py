@@ -1,6 +1,7 @@
-"""The two ways a command can fail on purpose: one sentence each, no traceback."""
+"""The ways a command can end early on purpose: one sentence each, no traceback."""
 
 import difflib
+import signal
 from collections.abc import Iterable
 
 
@@ -10,6 +11,16 @@ class UserError(ValueError):
 
 class RunError(RuntimeError):
     """Work that could not be finished: a full disk, a broken checkpoint, a loss that is not finite. Exit code 1."""
+
+
+class Interrupted(Exception):
+    """A signal asked for the end and everything is saved. Exit code 128 and the signal's number, as shells have it."""
+
+    again = ""  # the command that goes on; whoever knows it fills it in
+
+    def __init__(self, received: int, step: int) -> None:
+        self.signal, self.step = received, step
+        super().__init__(f"stopped by {signal.Signals(received).name} after step {step}; all of it is saved")
 
 
 def unknown(kind: str, given: str, known: Iterable[str]) -> UserError:

@@ -84,6 +84,11 @@ class PlainProgress(Progress):
     def evaluation(self, step: int, scores: Mapping[str, Score]) -> None:
         print(f"step {step:,}  exact match in %, by test length:  {sweep_line(scores)}", flush=True)
 
+    def score(self, name: str, score: Score) -> None:
+        if time.monotonic() - self.last >= PLAIN_EVERY:
+            self.last = time.monotonic()
+            print(f"final test, {name}: {100 * score.exact:.1f} %", flush=True)
+
     def note(self, sentence: str) -> None:
         print(sentence, flush=True)
 

@@ -1,14 +1,18 @@
-"""The first three minutes: PRISM beside the paper's baseline on copying, at a laptop's size."""
+"""The first three minutes: PRISM beside a sinusoidal baseline of its size, copying."""
 
 import dataclasses
+import shlex
+import shutil
 import time
 from pathlib import Path
 
 from prism.config import RunConfig, preset
 from prism.device import use_threads
+from prism.errors import Interrupted
 from prism.figures import draw_runs
 from prism.progress import for_terminal
 from prism.report import comparison_table
+from prism.runs import RunFolder
 from prism.tasks import find_task
 from prism.train import train
 
@@ -33,15 +37,20 @@ def run(out: Path, seed: int, steps: int | None) -> None:
     for encoding, folder in folders.items():
         config = quickstart_config(encoding, seed, steps)
         use_threads(None, config.model)
-        resume = (folder / "config.json").exists()
-        results[encoding] = train(config, folder, resume=resume, progress=for_terminal())
+        try:
+            results[encoding] = train(config, folder, resume=RunFolder.exists(folder), progress=for_terminal())
+        except Interrupted as stop:
+            given = "" if steps is None else f" --steps {steps}"
+            stop.again = f"prism quickstart --seed {seed}{given} --out {shlex.quote(str(out))}"
+            raise
     figure = next(path for path in draw_runs(list(folders.values()), out) if path.suffix == ".png")
     print(f"\ncopy, trained on at most 10 digits, seed {seed}: exact match in % (95 % interval)\n")
     rows = {name: result["final"]["test"] for name, result in results.items()}
     print(comparison_table(rows, [str(length) for length in LENGTHS]))
     print(f"\n{time.perf_counter() - began:.0f} s in all; figure: {figure}\n")
+    where = "" if shutil.which("prism") else "  . .venv/bin/activate\n"
     print(f"""try next:
-  prism generate {folders["prism"]} '27182818284590452353602874713526624977='
+{where}  prism generate {folders["prism"]} '27182818284590452353602874713526624977='
   prism evaluate {folders["prism"]} --lengths 400 --examples 50
   prism train reverse --max-length 10
   prism tasks""")

@@ -29,6 +29,7 @@ def result_table(result: Mapping[str, Any]) -> str:
         lines.append(
             f"{name:>20}  {100 * one['exact']:6.1f}  {100 * low:6.1f} - {100 * high:5.1f}  "
             f"{100 * best['test'][name]['exact']:6.1f}  {100 * top3['test'][name]['exact']:7.1f}"
+            + "".join(f"  {part}: {100 * share:.1f}" for part, share in one.get("parts", {}).items())
         )
     lines.append(f"*  weights of step {best['step']:,}: best on validation at the training length")
     lines.append(f"** mean of the three best of {top3['evaluations']} evaluations, the paper's protocol: optimistic")

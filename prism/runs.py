@@ -85,6 +85,11 @@ class RunFolder:
                 raise UserError(f"{path} is not a run folder: it has no {CONFIG}")
         return cls(path, _read_object(path / CONFIG))
 
+    @staticmethod
+    def exists(path: str | Path) -> bool:
+        """Whether there is a run in this folder."""
+        return (Path(path) / CONFIG).is_file()
+
     def __enter__(self) -> Self:
         return self
 
@@ -250,7 +255,10 @@ def _refuse_other_config(path: Path, stored: Mapping[str, Any], asked: Mapping[s
         for key in sorted(there.keys() | here.keys())
         if there.get(key) != here.get(key)
     ]
-    raise UserError(f"{path} was made with another configuration ({'; '.join(differences)})")
+    raise UserError(
+        f"{path} was made with another configuration ({'; '.join(differences)}): "
+        "ask for the same, or choose another --out"
+    )
 
 
 def _leaves(value: Any, key: str = "") -> dict[str, str]:

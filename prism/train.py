@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from torch import Tensor
 from prism.config import RunConfig
 from prism.curriculum import longest_at
 from prism.data import Batch, Prefetcher, batch, draw
-from prism.errors import RunError, UserError, is_out_of_memory
+from prism.errors import Interrupted, RunError, UserError, is_out_of_memory
 from prism.evaluate import Score, score_subsets, sweep
 from prism.optimizer import load_optimizer, make_optimizer, optimizer_tensors, set_rates
 from prism.progress import Progress, silent
@@ -27,14 +28,6 @@ from prism.trained import build, load_weights, weights
 from prism.transformer import Transformer
 
 LOG_EVERY = 10  # steps
-
-
-class Interrupted(Exception):
-    """A signal asked for the end; everything is saved."""
-
-    def __init__(self, received: int, step: int) -> None:
-        self.signal, self.step = received, step
-        super().__init__(f"stopped by {signal.Signals(received).name} after step {step}; all of it is saved")
 
 
 @dataclass
@@ -250,6 +243,7 @@ def _signals() -> Iterator[list[int]]:
     def note(number: int, frame: Any) -> None:
         received.append(number)
         signal.signal(number, before[signal.Signals(number)])
+        os.write(2, b"finishing this step and saving; once more to stop at once\n")  # print is not for signal handlers
 
     before: dict[signal.Signals, Any] = {}
     try:

@@ -8,12 +8,13 @@ by hand and is what a CPU trains with.
 """
 
 from enum import IntEnum
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from prism.errors import unknown
 from prism.ops.histogram_adjoint import scan_with_adjoint
 
 Method = Literal["auto", "reference", "adjoint"]
@@ -101,6 +102,8 @@ def histogram_scan(
     Token t's own gates are already in histogram t. The last one is the `start` of a later chunk, and chunks give
     what the whole would.
     """
+    if method not in get_args(Method):
+        raise unknown("method", method, get_args(Method))
     if method == "reference":
         return scan_step_by_step(start, weights, gamma, copied, epsilon)
     return scan_with_adjoint(start, weights, gamma, copied, epsilon)
