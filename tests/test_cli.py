@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import prism.quickstart
 import prism.train
 from prism.cli import VERBS
 from prism.config import RunConfig
+from prism.errors import Interrupted
 from prism.runs import RunFolder
 from prism.tasks import all_tasks
 from prism.train import train
@@ -194,3 +196,20 @@ def test_quickstart_trains_both_draws_and_says_what_next(here, capsys, monkeypat
     assert picture.read_bytes().startswith(PNG)
     monkeypatch.setattr(prism.train, "_Training", None)
     assert prism_says(capsys, "quickstart", "--seed", "1", "--out", "q")[0] == 0  # nothing is trained twice
+
+
+@pytest.mark.parametrize(("line", "again"), [
+    ("train copy --out 'a run' --threads 1", "prism train copy --out 'a run' --resume --threads 1"),
+    ("quickstart --seed 2 --steps 7 --out 'a run'", "prism quickstart --seed 2 --steps 7 --out 'a run'"),
+])  # fmt: skip
+def test_a_stopped_command_says_how_to_go_on(line, again, here, capsys, monkeypatch):
+    def stopped(*arguments, **more):
+        raise Interrupted(15, 4)
+
+    monkeypatch.setattr(prism.train, "train", stopped)
+    monkeypatch.setattr(prism.quickstart, "train", stopped)
+    code, _, err = prism_says(capsys, *shlex.split(line))
+    assert code == 128 + 15
+    said, command = err.splitlines()
+    assert "stopped by SIGTERM after step 4; all of it is saved" in said
+    assert command == f"go on with:  {again}"

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 import prism.train
-from prism.errors import RunError, UserError
+from prism.errors import Interrupted, RunError, UserError
 from prism.progress import Progress
 from prism.runs import RunFolder
-from prism.train import Interrupted, train
+from prism.train import train
 from tests.saved_steps import needs_fork, warm_processes
 from tests.small import ended, fingerprint, prepared, small_config, start_training, trained_to_end  # fmt: skip
 
