@@ -16,7 +16,6 @@ backward: the logarithm is the dearest operation here, and x itself is cheaper t
 blocks, so that a few of these tensors fit in the cache and are still large enough to divide among threads.
 """
 
-import math
 
 import torch
 from jaxtyping import Float
@@ -124,24 +123,22 @@ class _Scan(torch.autograd.Function):
     ) -> Float[Tensor, "time bins n"]:
         time, (bins, chains) = weights.shape[0], start.shape
         histograms = start.new_empty(time, bins, chains)
-        logs = torch.empty_like(histograms) if any(ctx.needs_input_grad) else None  # type: ignore[attr-defined]
         scaled, eps = _with_total(weights, start.sum(0)), start.new_tensor(epsilon)
         for block in _blocks(bins, chains):
             previous, exponent = start[:, block], gamma[block]
             moved = torch.empty_like(previous)
             for t in range(time):
                 _move(moved, previous, scaled[t, :, block], None if copied is None else copied[t, :, block], eps)
-                log = torch.log(moved, out=moved if logs is None else logs[t, :, block])
-                torch.mul(log, exponent, out=moved)
+                torch.log(moved, out=moved).mul_(exponent)
                 previous = torch.softmax(moved, 0, out=histograms[t, :, block])  # see `sharpen`
-        ctx.save_for_backward(start, weights, gamma, copied, histograms, logs)  # type: ignore[attr-defined, arg-type]
+        ctx.save_for_backward(start, weights, gamma, copied, histograms)  # type: ignore[attr-defined, arg-type]
         ctx.epsilon = epsilon  # type: ignore[attr-defined]
         return histograms
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: FunctionCtx, upstream: Float[Tensor, "time bins n"]) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        start, weights, gamma, copied, histograms, logs = ctx.saved_tensors  # type: ignore[attr-defined]
+        start, weights, gamma, copied, histograms = ctx.saved_tensors  # type: ignore[attr-defined]
         eps = start.new_tensor(ctx.epsilon)  # type: ignore[attr-defined]
         total = start.sum(0)
         scaled = _with_total(weights, total)
@@ -150,7 +147,7 @@ class _Scan(torch.autograd.Function):
         grad_copied = None if copied is None else torch.empty_like(copied)
         for block in _blocks(*start.shape):
             _backward_block(
-                _Block(start, scaled, copied, histograms, logs, upstream, block), gamma[block], eps,
+                _Block(start, scaled, copied, histograms, upstream, block), gamma[block], eps,
                 grad_start[:, block], grad_weights[:, :, block], grad_gamma[block],
                 None if grad_copied is None else grad_copied[:, :, block],
             )
@@ -165,12 +162,12 @@ class _Block:
     """The tensors of a scan seen through one block of chains."""
 
     def __init__(
-        self, start: Row, weights: Tensor, copied: Tensor | None, histograms: Tensor, logs: Tensor, upstream: Tensor,
+        self, start: Row, weights: Tensor, copied: Tensor | None, histograms: Tensor, upstream: Tensor,
         block: slice,
     ) -> None:
         self.start, self.weights = start[:, block], weights[:, :, block]
         self.copied = None if copied is None else copied[:, :, block]
-        self.histograms, self.logs, self.upstream = (whole[:, :, block] for whole in (histograms, logs, upstream))
+        self.histograms, self.upstream = histograms[:, :, block], upstream[:, :, block]
 
     def before(self, t: int) -> Row:
         return self.histograms[t - 1] if t else self.start
@@ -196,15 +193,12 @@ def _backward_block(
         torch.mul(carried, histogram, out=scratch)
         torch.sum(scratch, 0, out=row)
         torch.addcmul(scratch, histogram, row, value=-1, out=a)  # h' d
-        if eps > 0:
-            torch.mul(a, scan.logs[t], out=scratch)
-        else:  # an empty bin has no logarithm, and no gradient
-            torch.mul(a, scan.logs[t].clamp_min(math.log(tiny)), out=scratch)
+        _move(x, previous, scan.weights[t], None if scan.copied is None else scan.copied[t], eps)
+        if eps == 0:  # an empty bin has no logarithm, and no gradient
+            x.clamp_min_(tiny)
+        torch.log(x, out=scratch).mul_(a)
         torch.sum(scratch, 0, out=row)
         grad_gamma.add_(row)
-        _move(x, previous, scan.weights[t], None if scan.copied is None else scan.copied[t], eps)
-        if eps == 0:
-            x.clamp_min_(tiny)
         a.div_(x).mul_(gamma)
         _weight_gradients(grad_weights[t], a, previous, scratch)
         if grad_copied is not None:
