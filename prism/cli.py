@@ -59,7 +59,7 @@ def encodings() -> None:
 
 
 def train(command: TrainCommand) -> None:
-    from prism.device import pick_device, use_threads
+    from prism.device import pick_device, use_threads, wants_graph
     from prism.progress import for_terminal
     from prism.report import result_table
     from prism.train import train as run
@@ -67,9 +67,10 @@ def train(command: TrainCommand) -> None:
     config = command.config
     out = command.out or default_folder(config)
     device = pick_device(command.device)
+    graph = wants_graph(command.graph, device)
     use_threads(command.threads, config.model)
     try:
-        result = run(config, out, resume=command.resume, device=device, progress=for_terminal())
+        result = run(config, out, resume=command.resume, device=device, progress=for_terminal(), graph=graph)
     except Interrupted as stop:
         stop.again = command.again(out)
         raise
@@ -93,7 +94,7 @@ def evaluate(
         step: the checkpoint to test; default: the newest.
         device: cpu or cuda; default: the GPU if there is one.
     """
-    from prism.device import pick_device, use_threads
+    from prism.device import matmul_precision, pick_device, use_threads
     from prism.evaluate import score_subsets, sweep
     from prism.report import score_header, score_line
     from prism.trained import open_run
@@ -111,9 +112,10 @@ def evaluate(
     def show(name: str, score: Any) -> None:
         print(score_line(name, score), flush=True)
 
-    sweep(trained.model, task, wanted or trained.config.test_lengths(), examples, report=show)
-    if not wanted:
-        score_subsets(trained.model, task, report=show)
+    with matmul_precision(trained.config.matmul):
+        sweep(trained.model, task, wanted or trained.config.test_lengths(), examples, report=show)
+        if not wanted:
+            score_subsets(trained.model, task, report=show)
 
 
 def generate(
@@ -130,7 +132,7 @@ def generate(
         step: the checkpoint to use; default: the newest.
         device: cpu or cuda; default: the GPU if there is one.
     """
-    from prism.device import pick_device, use_threads
+    from prism.device import matmul_precision, pick_device, use_threads
     from prism.generate import generate as complete
     from prism.trained import open_run
 
@@ -145,7 +147,8 @@ def generate(
         verdict = f"({error})"
     if limit is None:
         limit = len(trained.words.split(right)) + 8 if right else 256
-    made = complete(trained.model, trained.words, [prompt], limit)[0]
+    with matmul_precision(trained.config.matmul):
+        made = complete(trained.model, trained.words, [prompt], limit)[0]
     print(made)
     if right is not None:
         verdict = "right" if made == right else f"wrong; right would be\n{right}"

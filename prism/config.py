@@ -16,6 +16,7 @@ from prism.tasks import Task, find_task
 
 Preset = Literal["quick", "paper", "best"]
 PRESETS: tuple[Preset, ...] = typing.get_args(Preset)
+Matmul = Literal["tf32", "float32"]
 LONGEST = 1_000_000  # length of an example: far beyond what attention can read, and still quick to draw
 
 
@@ -77,6 +78,7 @@ class RunConfig(Settings):
     steps: int = setting(150_000, low=1)
     batch_size: int = setting(100, low=1)
     seed: int = setting(0, low=0, high=2**31 - 1)
+    matmul: Matmul = "tf32"  # how a GPU multiplies matrices: tf32 keeps 10 bits of each factor; a CPU keeps all 23
     model: ModelConfig = ModelConfig()
     curriculum: CurriculumConfig = CurriculumConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

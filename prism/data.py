@@ -51,6 +51,10 @@ class Batch(NamedTuple):
     def to(self, device: torch.device | str) -> "Batch":
         return Batch(*(part.to(device, non_blocking=True) for part in self))
 
+    def pinned(self) -> "Batch":
+        """A copy a GPU can fetch while the host goes on."""
+        return Batch(*(part.pin_memory() for part in self))
+
 
 class Vocabulary:
     """The tokens of one task and their ids: text to ids and back.
@@ -139,8 +143,8 @@ def vocabulary(task: Task) -> Vocabulary:
     return Vocabulary(task)
 
 
-def collate(words: Vocabulary, examples: Sequence[Example], pad_to: int | None = None) -> Batch:
-    """Examples as one batch, as wide as the longest needs, or `pad_to` positions wide."""
+def collate(words: Vocabulary, examples: Sequence[Example], pad_to: int | None = None, multiple: int = 1) -> Batch:
+    """Examples as one batch, as wide as the longest needs rounded up to a multiple, or `pad_to` positions wide."""
     if not examples:
         raise UserError("a batch needs at least one example; got none")
     ids = words.encode_all([words.separator.join(example) for example in examples])
@@ -151,7 +155,7 @@ def collate(words: Vocabulary, examples: Sequence[Example], pad_to: int | None =
         prompts = np.array([len(example.prompt) for example in examples])
         lengths = prompts + np.array([len(example.completion) for example in examples])
 
-    width = int(lengths.max()) - 1 if pad_to is None else pad_to
+    width = -(-(int(lengths.max()) - 1) // multiple) * multiple if pad_to is None else pad_to
     if lengths.max() - 1 > width:
         raise UserError(f"the longest example has {lengths.max() - 1} input tokens, more than pad_to={width}")
     places = np.arange(width + 1)
@@ -184,11 +188,12 @@ def draw(task: Task, *, seed: int, stream: Stream, step: int, size: int, max_len
 
 
 def batch(task: Task, *, seed: int, stream: Stream, step: int, size: int, max_length: int | None = None,
-          length: int | None = None, split: Split | None = None, pad_to: int | None = None) -> Batch:
+          length: int | None = None, split: Split | None = None, pad_to: int | None = None,
+          multiple: int = 1) -> Batch:
     """The batch of this seed, stream and step: `draw`, then `collate`. The same arguments give the same batch."""
     examples = draw(task, seed=seed, stream=stream, step=step, size=size, max_length=max_length, length=length,
                     split=split)
-    return collate(vocabulary(task), examples, pad_to)
+    return collate(vocabulary(task), examples, pad_to, multiple)
 
 
 class _Failure(NamedTuple):

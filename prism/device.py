@@ -1,8 +1,12 @@
-"""What a command computes on: which device, and how many threads of a CPU."""
+"""What a command computes on: which device, in which precision, and how many threads of a CPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from prism.config import ModelConfig
+from prism.config import Matmul, ModelConfig
 from prism.errors import UserError
 
 SMALL_WIDTH = 128  # up to here a layer's operations are too short to be worth dividing
@@ -16,6 +20,30 @@ def pick_device(asked: str | None) -> str:
         allowed = "cpu or cuda" if torch.cuda.is_available() else "cpu, as this machine has no GPU"
         raise UserError(f"--device must be {allowed}; got {asked!r}")
     return asked
+
+
+def wants_graph(asked: bool | None, device: str) -> bool:
+    """Whether the training step is to be a CUDA graph: as asked, or wherever there can be one."""
+    on_gpu = device.startswith("cuda")
+    if asked and not on_gpu:
+        raise UserError(f"--graph needs a GPU, and this run is on {device}: leave it out")
+    return on_gpu if asked is None else asked
+
+
+@contextmanager
+def matmul_precision(chosen: Matmul) -> Iterator[None]:
+    """How a GPU multiplies float32 matrices inside the `with` block: the run's choice, not the process's."""
+    # PyTorch refuses to mix these with the older allow_tf32, which warns in some versions.
+    cudnn: Any = torch.backends.cudnn  # its annotations lag behind
+    switches: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+    before = [switch.fp32_precision for switch in switches]
+    for switch in switches:
+        switch.fp32_precision = "tf32" if chosen == "tf32" else "ieee"
+    try:
+        yield
+    finally:
+        for switch, precision in zip(switches, before, strict=True):
+            switch.fp32_precision = precision
 
 
 def use_threads(asked: int | None, model: ModelConfig) -> None:

@@ -1,6 +1,5 @@
 """Training: sample, loss, step, evaluate, save; stop and go on at any moment without a trace in the result."""
 
-import hashlib
 import math
 import os
 import signal
@@ -11,21 +10,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
-
 from prism.config import RunConfig
 from prism.curriculum import longest_at
 from prism.data import Batch, Prefetcher, batch, draw
+from prism.device import matmul_precision, wants_graph
 from prism.errors import Interrupted, RunError, UserError, is_out_of_memory
 from prism.evaluate import Score, score_subsets, sweep
-from prism.optimizer import load_optimizer, make_optimizer, optimizer_tensors, set_rates
+from prism.optimizer import load_optimizer, optimizer_tensors
 from prism.progress import Progress, silent
 from prism.results import summarise
 from prism.runs import RunFolder
+from prism.step import StepResult, make_step
+from prism.step import completion_loss as completion_loss  # PAPER.md knows it by this address
 from prism.trained import build, load_weights, weights
-from prism.transformer import Transformer
 
 LOG_EVERY = 10  # steps
 
@@ -42,17 +39,22 @@ class Standing:
 
 
 def train(
-    config: RunConfig, out: str | Path, resume: bool = False, device: str = "cpu", progress: Progress | None = None
+    config: RunConfig, out: str | Path, resume: bool = False, device: str = "cpu", progress: Progress | None = None,
+    graph: bool | None = None,
 ) -> dict[str, Any]:
-    """Trains a run to its end in the folder `out` and returns its result. A finished run is returned as it is."""
+    """Trains a run to its end in the folder `out` and returns its result. A finished run is returned as it is.
+
+    `graph`: whether a GPU takes its steps as CUDA graphs; by default it does.
+    """
     progress = progress or silent()
+    graph = wants_graph(graph, device)
     _refuse_lengths_without_examples(config)
     with RunFolder.create(out, config.to_json(), resume=resume) as folder:
         finished = folder.result()
         if finished is not None:
             return finished
-        with progress:
-            return _Training(config, folder, device, progress).run()
+        with progress, matmul_precision(config.matmul):
+            return _Training(config, folder, device, progress, graph).run()
 
 
 def _refuse_lengths_without_examples(config: RunConfig) -> None:
@@ -76,19 +78,11 @@ def _memory_explained(step: int, made: Batch) -> Iterator[None]:
                        "a smaller --batch-size or --max-length is the cure") from error
 
 
-def completion_loss(model: Transformer, made: Batch) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Mean cross-entropy over the completion's tokens, and the share of examples that are right as a whole."""
-    logits = model(made.tokens)
-    loss = torch.nn.functional.cross_entropy(logits[made.mask], made.targets[made.mask])
-    right = (logits.argmax(-1) == made.targets) | ~made.mask
-    return loss, right.all(dim=-1).float().mean()
-
-
 class _Training:
-    def __init__(self, config: RunConfig, folder: RunFolder, device: str, progress: Progress) -> None:
-        self.config, self.folder, self.device, self.progress = config, folder, device, progress
+    def __init__(self, config: RunConfig, folder: RunFolder, device: str, progress: Progress, graph: bool) -> None:
+        self.config, self.folder, self.progress = config, folder, progress
         self.model = build(config).to(device)
-        self.optimizer = make_optimizer(self.model, config.optimizer)
+        self.update = make_step(self.model, config, graph)
         self.standing = Standing()
         self.resumed_at = self._go_on()
         self.began = time.perf_counter()
@@ -112,56 +106,56 @@ class _Training:
         return self._finish()
 
     def _batch(self, step: int) -> Batch:
-        return batch(
+        made = batch(
             self.config.task, seed=self.config.seed, stream="train", step=step, size=self.config.batch_size,
-            max_length=self._longest(step),
+            max_length=self._longest(step), multiple=self.update.width_multiple,
         )
+        return self.update.prepare(made)
 
     def _longest(self, step: int) -> int:
         longest = self.config.max_length
         return longest_at(step, self.config.curriculum, longest) if self.config.task.has_curriculum else longest
 
     def _step(self, made: Batch) -> None:
-        """One update. Nothing is touched unless loss and gradients are finite."""
-        config, step = self.config, self.standing.step
-        # What a model draws at random (the baseline's shifts) depends on seed and step alone, so a resume is exact.
-        torch.manual_seed(_step_seed(config.seed, step))
-        self.model.train()
-        rate = set_rates(self.optimizer, config.optimizer, step, config.steps)
-        loss, exact = completion_loss(self.model, made.to(self.device))
-        penalty = self.model.encoding.penalty()
-        self.optimizer.zero_grad()
-        (loss if penalty is None else loss + penalty).backward()  # type: ignore[no-untyped-call]
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.optimizer.clip)
-        loss_now, norm_now = loss.item(), norm.item()
-        self._refuse_non_finite(loss_now, norm_now)
-        self.optimizer.step()
-        self.standing.step = step + 1
-        self.standing.ready |= loss_now < config.evaluation.below_loss
-        if (step + 1) % LOG_EVERY == 0 or step + 1 == config.steps:
-            record = {
-                "step": step + 1, "longest": self._longest(step),
-                "loss": loss_now, "exact": exact.item(), "gradient_norm": norm_now, "rate": rate,
-            }
-            self.folder.append_metrics(record)
-            seconds = time.perf_counter() - self.began
-            speed = (step + 1 - self.resumed_at) / seconds
-            self.folder.append_timing({"step": step + 1, "seconds": seconds, "steps_per_second": speed})
-            self.progress.step(record, speed)
+        """One update, looked at where that costs nothing or a record is due."""
+        config, standing = self.config, self.standing
+        result = self.update(made, standing.step)
+        standing.step += 1
+        due = standing.step % LOG_EVERY == 0 or standing.step == config.steps
+        if due or self.update.sees_every_step:
+            self._refuse_non_finite()
+            standing.ready |= result.loss.item() < config.evaluation.below_loss
+        if due:
+            self._log(result)
 
-    def _refuse_non_finite(self, loss: float, norm: float) -> None:
-        if math.isfinite(loss) and math.isfinite(norm):
+    def _log(self, result: StepResult) -> None:
+        step = self.standing.step
+        record = {
+            "step": step, "longest": self._longest(step - 1), "loss": result.loss.item(),
+            "exact": result.exact.item(), "gradient_norm": result.norm.item(), "rate": result.rate,
+        }
+        self.folder.append_metrics(record)
+        seconds = time.perf_counter() - self.began  # after the numbers are read, so the device has done the step
+        speed = (step - self.resumed_at) / seconds
+        self.folder.append_timing({"step": step, "seconds": seconds, "steps_per_second": speed})
+        self.progress.step(record, speed)
+
+    def _refuse_non_finite(self) -> None:
+        """Where a step met a number that is not finite, perhaps a few steps ago: nothing has changed since."""
+        fault = self.update.fault()
+        if fault is None:
             return
-        what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {norm}"
+        what = f"loss is {fault.loss}" if not math.isfinite(fault.loss) else f"gradient norm is {fault.norm}"
         kept = self.folder.checkpoint_steps()
         raise RunError(
-            f"the {what} at step {self.standing.step + 1} (seed {self.config.seed}): stopped before that update; "
+            f"the {what} at step {fault.step} (seed {self.config.seed}): stopped before that update; "
             + (f"the last checkpoint is of step {kept[-1]}" if kept else "there is no checkpoint yet")
             + "; a lower --optimizer.rate or --optimizer.clip is the usual cure"
         )
 
     def _evaluate(self, at_end: bool) -> bool:
         """Records a sweep; true if the model is the best so far on validation at its training length."""
+        self._refuse_non_finite()
         config, standing = self.config, self.standing
         most = config.evaluation.final_examples  # for validation every time: the best is the best on the same examples
         validation = sweep(self.model, config.task, [config.max_length], most, "validation")[str(config.max_length)]
@@ -183,7 +177,8 @@ class _Training:
         return {**scores, **score_subsets(self.model, config.task, report)}
 
     def _save(self) -> None:
-        tensors = {**weights(self.model), **optimizer_tensors(self.model, self.optimizer)}
+        self._refuse_non_finite()
+        tensors = {**weights(self.model), **optimizer_tensors(self.model, self.update.optimizer)}
         pins = [] if self.standing.best_step is None else [self.standing.best_step]
         state = {**asdict(self.standing), "best_loss": _finite(self.standing.best_loss)}
         self.folder.save_checkpoint(self.standing.step, tensors, state, pins=pins)
@@ -195,7 +190,7 @@ class _Training:
             for sentence in checkpoint.skipped:
                 self.progress.note(sentence)
             load_weights(self.model, checkpoint.tensors)
-            load_optimizer(self.model, self.optimizer, checkpoint.tensors)
+            load_optimizer(self.model, self.update.optimizer, checkpoint.tensors)
             best_loss = checkpoint.state["best_loss"]
             self.standing = Standing(**{**checkpoint.state, "best_loss": math.inf if best_loss is None else best_loss})
         self.folder.truncate(self.standing.step)
@@ -229,10 +224,6 @@ def _unheard(name: str, score: Score) -> None:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _step_seed(seed: int, step: int) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed} step {step}".encode(), digest_size=7).digest(), "big")
 
 
 @contextmanager

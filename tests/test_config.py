@@ -16,8 +16,8 @@ from prism.curriculum import longest_at
 from prism.data import batch
 from prism.encodings import all_encodings
 from prism.errors import UserError
+from prism.step import completion_loss
 from prism.tasks import all_tasks, find_task
-from prism.train import completion_loss
 from prism.trained import build
 from tests.small import ENCODINGS, small_config
 

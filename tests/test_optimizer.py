@@ -8,7 +8,7 @@ import torch
 from prism.config import OptimizerConfig
 from prism.data import collate, vocabulary
 from prism.optimizer import load_optimizer, make_optimizer, optimizer_tensors, schedule, set_rates
-from prism.train import completion_loss
+from prism.step import completion_loss
 from prism.trained import build
 from tests.small import ENCODINGS, short_examples, small_config
 

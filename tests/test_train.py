@@ -6,15 +6,17 @@ import math
 import pytest
 import torch
 
+import prism.step
 import prism.train
 from prism.data import batch, collate, vocabulary
 from prism.errors import RunError, UserError
 from prism.gates import RecurrentGates
 from prism.generate import generate
 from prism.runs import RunFolder
+from prism.step import completion_loss
 from prism.tasks import all_tasks
 from prism.tasks.scan_cot import ScanCot
-from prism.train import completion_loss, train
+from prism.train import train
 from prism.trained import build
 from tests.small import ENCODINGS, MODEL, fingerprint, memorise, short_examples, small_config, stirred, weights_of
 
@@ -126,7 +128,7 @@ def test_a_number_that_is_not_finite_stops_before_the_update(tmp_path, monkeypat
             loss = loss * math.nan if fault == "loss" else loss + 0 * (0 * model.norm.weight.sum()).sqrt()
         return loss, exact
 
-    monkeypatch.setattr(prism.train, "completion_loss", faulty)
+    monkeypatch.setattr(prism.step, "completion_loss", faulty)
     with pytest.raises(RunError, match=rf"{fault}.* is nan at step 10 \(seed 0\).*last checkpoint is of step 7"):
         train(config, tmp_path / "run")
     now = seen["model"].state_dict()
@@ -143,7 +145,7 @@ def test_memory_that_runs_out_is_one_sentence(tmp_path, monkeypatch):
     def hungry(model, made):
         return torch.empty(1 << 50), None
 
-    monkeypatch.setattr(prism.train, "completion_loss", hungry)
+    monkeypatch.setattr(prism.step, "completion_loss", hungry)
     with pytest.raises(RunError, match=r"out of memory at step 1: 8 sequences of \d+ tokens.*--batch-size"):
         train(small_config(), tmp_path / "run")
 
