@@ -1,4 +1,4 @@
-"""A decoder-only Transformer that knows nothing of positions: an encoding acts through its five hooks.
+"""A decoder-only Transformer that knows nothing of positions: an encoding acts through its six hooks.
 
 Dimensions: batch; time = tokens of this chunk; width = of the residual stream; heads; features = a head's width.
 """
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from prism.config import ModelConfig
 from prism.encodings.encoding import Encoding, Stream
+from prism.ops.attention import attend, visible
 
 
 @dataclass
@@ -44,15 +45,24 @@ class Attention(nn.Module):
         self, x: Float[Tensor, "batch time width"], encoding: Encoding, stream: Stream, cache: Cache | None
     ) -> Float[Tensor, "batch time width"]:
         batch, time, _ = x.shape
-        query, key, value = self.project(x).view(batch, time, 3, self.heads, self.features).permute(2, 0, 3, 1, 4)
+        # Split before heads and tokens change places: the three gradients are then put together by one copy.
+        parts = self.project(x).view(batch, time, 3, self.heads, self.features).unbind(2)
+        query, key, value = (part.transpose(1, 2) for part in parts)
         query, key = encoding.transform(query / math.sqrt(self.features), key, self.layer, stream)
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
-        scores = encoding.score(query @ key.mT, self.layer, stream)
-        asking = torch.arange(stream.seen, stream.seen + time, device=x.device)
-        visible = torch.arange(key.shape[2], device=x.device)[None, :] <= asking[:, None]
-        weights = encoding.weigh(scores, visible, self.layer, stream)
-        return self.out((weights.to(value.dtype) @ value).transpose(1, 2).flatten(2))
+        if self._only_biased(encoding):
+            out = attend(query, key, value, encoding.bias(self.layer, stream))
+        else:
+            scores = encoding.score(query @ key.mT, self.layer, stream)
+            weights = encoding.weigh(scores, visible(time, key.shape[2], x.device), self.layer, stream)
+            out = weights.to(value.dtype) @ value
+        return self.out(out.transpose(1, 2).flatten(2))
+
+    @staticmethod
+    def _only_biased(encoding: Encoding) -> bool:
+        """Whether scores are inner products plus a bias, and weights their softmax: what `attend` computes."""
+        return type(encoding).score is Encoding.score and type(encoding).weigh is Encoding.weigh
 
 
 class Block(nn.Module):
@@ -95,6 +105,7 @@ class Transformer(nn.Module):
     ) -> Float[Tensor, "batch time vocabulary"]:
         """Logits of the token after each of `tokens`. With a cache the tokens continue what it has seen."""
         stream = cache.stream if cache is not None else self.encoding.start(tokens.shape[1])
+        stream.time = tokens.shape[1]
         x = self.embedding(tokens) * math.sqrt(self.config.width)
         x = self.encoding.embed(x, stream)
         for layer, block in enumerate(self.blocks):

@@ -1,4 +1,4 @@
-"""The contract of a positional encoding: five places where it may act on a Transformer, each with a default.
+"""The contract of a positional encoding: six places where it may act on a Transformer, each with a default.
 
 A new encoding is one new file in this folder: a class that inherits from `Encoding`, sets `name`, `summary` and
 `citation`, nests its `Config`, and overrides the hooks it needs. With none overridden it is NoPE.
@@ -33,6 +33,7 @@ class Stream:
     capacity: int  # the most tokens these sequences will ever have
     seen: int = 0  # tokens of earlier chunks; the Transformer advances it
     memory: dict[Any, Any] = field(default_factory=dict)  # the encoding's own, under keys of its choice
+    time: int = 0  # tokens of this chunk; the Transformer sets it
 
 
 class Encoding(nn.Module):
@@ -82,11 +83,19 @@ class Encoding(nn.Module):
         """
         return query, key
 
+    def bias(self, layer: int, stream: Stream) -> Float[Tensor, "#batch #heads query key"] | None:
+        """What is added to the scores whatever they are; batch and heads may be 1. (ALiBi, T5, PRISM.)
+
+        With `score` and `weigh` as they are, attention runs fused on a GPU, and differentiates the bias too.
+        """
+        return None
+
     def score(
         self, scores: Float[Tensor, "batch heads query key"], layer: int, stream: Stream
     ) -> Float[Tensor, "batch heads query key"]:
-        """May add to the scores. (Biases.)"""
-        return scores
+        """May change the scores in ways a sum cannot say. By default, adds the bias."""
+        bias = self.bias(layer, stream)
+        return scores if bias is None else scores + bias
 
     def weigh(
         self,
