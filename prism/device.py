@@ -14,10 +14,11 @@ SMALL_WIDTH = 128  # up to here a layer's operations are too short to be worth d
 
 def pick_device(asked: str | None) -> str:
     """The device asked for, or the GPU if there is one."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if asked is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if asked != "cpu" and not (asked.startswith("cuda") and torch.cuda.is_available()):
-        allowed = "cpu or cuda" if torch.cuda.is_available() else "cpu, as this machine has no GPU"
+        return "cuda" if gpus else "cpu"
+    if asked not in ("cpu", *(["cuda", *(f"cuda:{number}" for number in range(gpus))] if gpus else [])):
+        allowed = f"cpu, cuda, or cuda:0 to cuda:{gpus - 1}" if gpus else "cpu, as this machine has no GPU"
         raise UserError(f"--device must be {allowed}; got {asked!r}")
     return asked
 

@@ -154,7 +154,10 @@ class LatchedStep(TrainingStep):
         self._numbers = torch.zeros(3, device=self.device)
 
     def prepare(self, made: Batch) -> Batch:
-        return made.pinned() if self.device.type == "cuda" else made
+        if self.device.type != "cuda":  # in tests of all that needs no GPU
+            return made
+        with torch.cuda.device(self.device):  # a thread of its own would wake up the first GPU
+            return made.pinned()
 
     def __call__(self, made: Batch, step: int) -> StepResult:
         _refuse_nothing_to_learn(made, step)

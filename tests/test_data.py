@@ -78,6 +78,16 @@ def test_padding_to_a_width():
         training_batch(Copy(), pad_to=3)
 
 
+@pytest.mark.parametrize(("digits", "width"), [(3, 8), (4, 16), (8, 24), (12, 32)])
+def test_padding_to_a_multiple(digits, width):
+    """n digits are n + 1 and n + 1 tokens, the last of which is no input: 9 for four, 25 for twelve."""
+    made = training_batch(Copy(), max_length=None, length=digits, multiple=8)
+    assert made.tokens.shape == (20, width)
+    plain = training_batch(Copy(), max_length=None, length=digits)
+    assert equal(Batch(*(part[:, : 2 * digits + 1] for part in made)), plain)
+    assert not made.mask[:, 2 * digits + 1 :].any()
+
+
 @tasks
 def test_batches_are_a_pure_function(task):
     first = training_batch(task)
