@@ -255,6 +255,19 @@ def test_half_precision_vectors_can_have_exact_gradients():
         assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1.0])
+def test_half_precision_gradients_come_with_a_scale_a_row(size):
+    made = vectors(2, 2, 2, 9, 9, 48, dtype=torch.float16)
+    dout = size * normal(2, 2, 9, 9, seed=5)
+    both, scales, dweight = attention_triton.position_gradients(dout, *made.values())
+    assert both.dtype == torch.float16
+    assert both.abs().max() <= 1
+    exact = attention_triton.position_scores_backward(dout, *made.values())
+    for ours, theirs in zip((both.double() * scales[..., None]).chunk(2, dim=2), exact, strict=False):
+        assert_close(ours, theirs, tolerance=HALF_ERROR)
+    assert torch.equal(dweight, exact[2])
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="too much to interpret")
 @pytest.mark.parametrize("size", [(20, 35, 4, 85, 85, 64), (2, 14, 4, 284, 284, 96), (1, 8, 4, 100, 600, 176)],
                          ids=str)
@@ -313,6 +326,9 @@ def test_scores_the_kernels_cannot_do_are_refused():
         unchecked(**{name: x.double() for name, x in made.items()}, method="triton")
     with pytest.raises(UserError, match="needs \\[batch tokens cursors columns\\]"):
         unchecked(made["query"], made["key"].half(), made["weight"], method="triton")
+    wide = {**made, "query": normal(1, 5, 4, 257), "key": normal(1, 5, 4, 257)}
+    with pytest.raises(UserError, match="up to 256 columns, got 257"):
+        unchecked(**wide, method="triton")
     with pytest.raises(UserError, match="a cursor for each weight"):
         unchecked(made["query"], made["key"], made["weight"][:1], method="triton")
 

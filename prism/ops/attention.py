@@ -22,6 +22,7 @@ from prism.errors import UserError, unknown
 
 Method = Literal["auto", "reference", "triton"]
 WIDEST = 128  # a head's width above which Triton's tiles no longer fit a multiprocessor
+MOST_COLUMNS = 256  # the same, of position vectors
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -160,4 +161,6 @@ def _scores_refuse(query: Tensor, key: Tensor, weight: Tensor) -> str | None:
         return (f"needs [batch tokens cursors columns] of one dtype, a cursor for each weight and at least as many "
                 f"keys as queries, got {query.dtype} query {[*query.shape]}, {key.dtype} key {[*key.shape]}, "
                 f"weight {[*weight.shape]}")
+    if query.shape[3] > MOST_COLUMNS:
+        return f"takes position vectors of up to {MOST_COLUMNS} columns, got {query.shape[3]}"
     return _refuses((query.dtype, weight.dtype), query)

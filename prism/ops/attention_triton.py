@@ -5,8 +5,9 @@ Attention keeps each query's log-sum-exp and makes the weights p again in the ba
     s = <q, k> + bias;  p = exp(s - lse);  ds = p (<dout, v> - delta);  delta = <dout, out>
     dv = p' dout;  dq = ds k;  dk = ds' q;  dbias = ds
 
-Up to WHOLE queries, one program does a head's whole backward pass. Longer ones take two kernels: rows (dq, dbias,
-delta), then keys (dk, dv). Nothing is added up by atomics, so the same numbers come out every time.
+Up to WHOLE queries and WHOLE_WIDTH features, one program does a head's whole backward pass. Beyond, it takes two
+kernels: rows (dq, dbias, delta), then keys (dk, dv). Nothing is added up by atomics, so the same numbers come out
+every time.
 
 Names in kernels: rows = the queries a program holds; columns = the keys that pass by. A tile's edge is padded: loads
 beyond it give 0, scores beyond it -inf. Strides are tuples in the order of a tensor's dimensions.
@@ -21,7 +22,24 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
-WHOLE = 128  # queries up to which a head's backward pass is one program's
+WHOLE, WHOLE_WIDTH = 128, 64  # queries and features up to which a head's backward pass is one program's
+
+# Rows, columns, warps and pipeline stages of a tile, for widths up to 32, 64 and more; products of exact float32 take
+# smaller ones. Chosen by what sm_90's compiler says: no spills, and several programs to a multiprocessor.
+TILES: dict[tuple[str, bool], list[tuple[int, int, int, int]]] = {
+    ("forward", False): [(64, 32, 4, 2), (64, 32, 8, 2), (64, 32, 8, 2)],
+    ("forward", True): [(64, 32, 8, 2), (64, 32, 8, 2), (32, 16, 8, 1)],
+    ("whole", False): [(128, 32, 8, 1), (128, 16, 8, 1)],
+    ("whole", True): [(128, 16, 8, 1), (128, 16, 8, 1)],
+    ("rows", False): [(64, 16, 8, 1), (64, 16, 8, 1), (64, 16, 8, 1)],
+    ("rows", True): [(64, 16, 8, 1), (64, 16, 8, 1), (32, 16, 4, 1)],
+    ("keys", False): [(32, 64, 8, 1), (32, 64, 8, 1), (32, 64, 8, 1)],
+    ("keys", True): [(32, 32, 8, 1), (16, 64, 8, 1), (16, 32, 8, 1)],
+    ("scores", False): [(64, 64, 4, 2)] * 3,
+    ("scores", True): [(64, 64, 8, 1)] * 3,
+    ("score gradients", False): [(64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 8, 2)],
+    ("score gradients", True): [(64, 32, 8, 1), (64, 32, 8, 1), (32, 32, 8, 1)],
+}
 
 
 @triton.jit
@@ -218,50 +236,54 @@ def _position_forward(q, k, weight, out, q_strides, k_strides, heads, queries, k
 
 @triton.jit
 @no_type_check
-def _position_backward(dout, own, other, weight, gradient, sums, dout_strides, own_strides, other_strides, heads,
-                       tokens, others, CURSORS: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
-                       ROWS: tl.constexpr, OTHERS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
-    """Gradient of one side's vectors, all cursors of a head side by side as columns: weight_c (dout other).
+def _position_backward(dout, own, other, weight, gradient, scales, sums, dout_strides, own_strides, other_strides,
+                       gradient_strides, scales_strides, heads, tokens, others, CURSORS: tl.constexpr,
+                       WIDTH: tl.constexpr, KEYS: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr,
+                       COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+    """Gradient of a block of one side's vectors: weight_c (dout other). SCALED: each row over its largest entry.
 
-    The queries' side also keeps sum_t own (dout other) of each column, from which the weights' gradient follows. For
-    the KEYS' side `dout_strides` are those of the transpose.
+    The queries' side also keeps sum_t <own, dout other>, from which the weights' gradient follows. For the KEYS' side
+    `dout_strides` are those of the transpose.
     """
     batch, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
-    cursor, inner = head * CURSORS + columns // WIDTH, columns % WIDTH
-    inside = columns < CURSORS * WIDTH
-    other += batch.to(tl.int64) * other_strides[0]
+    width = tl.arange(0, CHUNK)
     dout = _at(dout, dout_strides, batch, head)
     begin, end = 0, others
     if KEYS:  # of the queries, those that see any of these keys; the queries are the last of the keys
-        begin = max(0, tl.program_id(1) * ROWS - (tokens - others)) // OTHERS * OTHERS
+        begin = max(0, tl.program_id(1) * ROWS - (tokens - others)) // COLUMNS * COLUMNS
     else:
         end = min(others, others - tokens + (tl.program_id(1) + 1) * ROWS)
-    total = tl.zeros([ROWS, CHUNK], tl.float32)
-    for start in range(begin, end, OTHERS):
-        across = start + tl.arange(0, OTHERS)
-        seen = (rows < tokens)[:, None] & (across < others)[None, :]
-        if KEYS:
-            seen = seen & (rows[:, None] <= tokens - others + across[None, :])
-        else:
-            seen = seen & (across[None, :] <= others - tokens + rows[:, None])
-        slope = tl.load(dout + rows[:, None] * dout_strides[2] + across[None, :] * dout_strides[3], mask=seen,
-                        other=0.0)
-        vectors = tl.load(other + across[:, None] * other_strides[1] + cursor[None, :] * other_strides[2]
-                          + inner[None, :] * other_strides[3],
-                          mask=(across < others)[:, None] & inside[None, :], other=0.0)
-        total += tl.dot(slope.to(tl.float32), vectors.to(tl.float32), input_precision=PRECISION)
-    here = (rows < tokens)[:, None] & inside[None, :]
-    row = batch.to(tl.int64) * tokens + rows
-    flat = row[:, None] * (heads * CURSORS * WIDTH) + head * CURSORS * WIDTH + columns[None, :]
-    scale = tl.load(weight + cursor, mask=inside, other=0.0)
-    tl.store(gradient + flat, total * scale[None, :], mask=here)
-    if not KEYS:
-        mine = tl.load(own + batch.to(tl.int64) * own_strides[0] + rows[:, None] * own_strides[1]
-                       + cursor[None, :] * own_strides[2] + inner[None, :] * own_strides[3], mask=here, other=0.0)
-        block = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-        tl.store(sums + block * (CURSORS * WIDTH) + columns, tl.sum(mine.to(tl.float32) * total, 0), mask=inside)
+    for cursor in range(CURSORS):  # outside: the slopes then come from the cache
+        slot = head * CURSORS + cursor
+        vectors = _at(other, (other_strides[0], other_strides[2]), batch, slot)
+        total = tl.zeros([ROWS, CHUNK], tl.float32)
+        for start in range(begin, end, COLUMNS):
+            columns = start + tl.arange(0, COLUMNS)
+            seen = (rows < tokens)[:, None] & (columns < others)[None, :]
+            if KEYS:
+                seen = seen & (rows[:, None] <= tokens - others + columns[None, :])
+            else:
+                seen = seen & (columns[None, :] <= others - tokens + rows[:, None])
+            slopes = tl.load(dout + rows[:, None] * dout_strides[2] + columns[None, :] * dout_strides[3], mask=seen,
+                             other=0.0)
+            tile = _load(vectors, columns, width, other_strides[1], other_strides[3], others, WIDTH)
+            total += tl.dot(slopes.to(tl.float32), tile.to(tl.float32), input_precision=PRECISION)
+        if not KEYS:
+            mine = _load(_at(own, (own_strides[0], own_strides[2]), batch, slot), rows, width, own_strides[1],
+                         own_strides[3], tokens, WIDTH)
+            block = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+            tl.store(sums + block * CURSORS + cursor, tl.sum(tl.sum(mine.to(tl.float32) * total, 1), 0))
+        total = total * tl.load(weight + slot)
+        if SCALED:
+            largest = tl.max(tl.abs(total), 1)
+            largest = tl.where(largest > 0, largest, 1.0)
+            tl.store(_at(scales, (scales_strides[0], scales_strides[2]), batch, slot) + rows * scales_strides[1],
+                     largest, mask=rows < tokens)
+            total = total / largest[:, None]
+        _store(_at(gradient, (gradient_strides[0], gradient_strides[2]), batch, slot),
+               total.to(gradient.dtype.element_ty), rows, width, gradient_strides[1], gradient_strides[3], tokens,
+               WIDTH)
 
 
 # --- What is launched, and how autograd and torch.compile see it ---
@@ -274,8 +296,17 @@ def _precision(half: bool = False) -> str:
     return "tf32x3" if half else "ieee"
 
 
-def _tile(tokens: int, largest: int) -> int:
-    return int(min(largest, max(16, triton.next_power_of_2(tokens))))
+def _padded(size: int) -> int:
+    return int(max(16, triton.next_power_of_2(size)))
+
+
+def _tile(kind: str, like: Tensor, width: int, rows: int, columns: int) -> dict[str, int]:
+    """The launch options of a tile from the table, cut to the problem's size."""
+    exact = like.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
+    most_rows, most_columns, warps, stages = TILES[kind, exact][(width > 32) + (width > 64)]
+    rows, columns = min(most_rows, _padded(rows)), min(most_columns, _padded(columns))
+    return {"ROWS": rows, "COLUMNS": columns, "num_warps": min(warps, max(1, rows * columns // 64)),
+            "num_stages": stages}
 
 
 def _heads_last(like: Tensor, tokens: int | torch.SymInt, width: int | torch.SymInt) -> Tensor:
@@ -295,13 +326,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tu
     keys, values = value.shape[2:]
     out = _heads_last(query, queries, values)
     lse = query.new_empty(batch, heads, queries, dtype=torch.float32)
-    rows, given = _tile(queries, 64), _or_stand_in(bias, query)
+    given, width = _or_stand_in(bias, query), _padded(max(features, values))
+    tile = _tile("forward", query, width, queries, keys)
     with torch.cuda.device_of(query):
-        _forward[(batch * heads, triton.cdiv(queries, rows))](
+        _forward[(batch * heads, triton.cdiv(queries, tile["ROWS"]))](
             query, key, value, given, out, lse, query.stride(), key.stride(), value.stride(), given.stride(),
-            out.stride(), heads, queries, keys, FEATURES=features, VALUES=values, BIASED=bias is not None, ROWS=rows,
-            COLUMNS=_tile(keys, 64), WIDTH=_tile(max(features, values), 128), PRECISION=_precision(), num_warps=4,
-            num_stages=2,
+            out.stride(), heads, queries, keys, FEATURES=features, VALUES=values, BIASED=bias is not None, WIDTH=width,
+            PRECISION=_precision(), **tile,
         )
     return out, lse
 
@@ -315,26 +346,23 @@ def attend_backward(
     dq, dk, dv, dbias = _attend_gradients(dout, query, key, value, bias, out, lse, bias_gradient)
     batch, heads, queries, features = query.shape
     keys, values = value.shape[2:]
-    whole, given = queries <= WHOLE, _or_stand_in(bias, query)
+    given, width = _or_stand_in(bias, query), _padded(max(features, values))
+    whole = queries <= WHOLE and width <= WHOLE_WIDTH
     delta = None if whole else torch.empty_like(lse)
-    sizes: dict[str, Any] = {
-        "FEATURES": features, "VALUES": values, "BIASED": bias is not None, "PRECISION": _precision(),
-        "WIDTH": _tile(max(features, values), 128), "num_stages": 1,
-    }
-    rows, columns = _tile(queries, WHOLE if whole else 64), _tile(keys, 32)
+    sizes: dict[str, Any] = {"FEATURES": features, "VALUES": values, "BIASED": bias is not None, "WIDTH": width,
+                             "PRECISION": _precision()}
     with torch.cuda.device_of(query):
-        _backward_rows[(batch * heads, triton.cdiv(queries, rows))](
+        tile = _tile("whole" if whole else "rows", query, width, queries, keys)
+        _backward_rows[(batch * heads, triton.cdiv(queries, tile["ROWS"]))](
             query, key, value, given, out, dout, lse, delta, dq, dk, dv, dbias, query.stride(), key.stride(),
             value.stride(), given.stride(), out.stride(), dout.stride(), dq.stride(), dk.stride(), dv.stride(),
-            dbias.stride(), heads, queries, keys, BIAS_GRADIENT=bias_gradient, WHOLE=whole, ROWS=rows,
-            COLUMNS=columns, num_warps=8 if rows > 64 else 4, **sizes,
+            dbias.stride(), heads, queries, keys, BIAS_GRADIENT=bias_gradient, WHOLE=whole, **sizes, **tile,
         )
         if not whole:
-            rows, columns = 32, 64
-            _backward_keys[(batch * heads, triton.cdiv(keys, columns))](
+            tile = _tile("keys", query, width, queries, keys)
+            _backward_keys[(batch * heads, triton.cdiv(keys, tile["COLUMNS"]))](
                 query, key, value, given, dout, lse, delta, dk, dv, query.stride(), key.stride(), value.stride(),
-                given.stride(), dout.stride(), dk.stride(), dv.stride(), heads, queries, keys, ROWS=rows,
-                COLUMNS=columns, num_warps=4, **sizes,
+                given.stride(), dout.stride(), dk.stride(), dv.stride(), heads, queries, keys, **sizes, **tile,
             )
     return dq, dk, dv, dbias
 
@@ -379,34 +407,57 @@ def position_scores(query: Tensor, key: Tensor, weight: Tensor) -> Tensor:
     """All heads' position scores; see attention.all_position_scores."""
     (batch, queries, _, width), keys, (heads, cursors) = query.shape, key.shape[1], weight.shape
     out = weight.new_empty(batch, heads, queries, keys)
-    rows, columns = (_tile(tokens, 128 if tokens <= 128 else 64) for tokens in (queries, keys))
+    tile = _tile("scores", query, width, queries, keys)
     with torch.cuda.device_of(query):
-        _position_forward[(batch * heads, triton.cdiv(queries, rows), triton.cdiv(keys, columns))](
+        _position_forward[(batch * heads, triton.cdiv(queries, tile["ROWS"]), triton.cdiv(keys, tile["COLUMNS"]))](
             query, key, weight.contiguous(), out, query.stride(), key.stride(), heads, queries, keys, CURSORS=cursors,
-            WIDTH=width, ROWS=rows, COLUMNS=columns, CHUNK=_tile(width, 64), PRECISION=_precision(),
-            num_warps=8 if rows * columns > 8192 else 4, num_stages=2,
+            WIDTH=width, CHUNK=min(_padded(width), 64), PRECISION=_precision(), **tile,
         )
     return out
 
 
+def _position_gradients(
+    dout: Tensor, query: Tensor, key: Tensor, weight: Tensor, dq: Tensor, dk: Tensor,
+    scales: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Fills the vectors' gradients, and their scales if they have some; returns the weights' gradient."""
+    (batch, _, _, width), keys, (heads, cursors) = query.shape, key.shape[1], weight.shape
+    tile = _tile("score gradients", query, width, keys, keys)
+    blocks = triton.cdiv(query.shape[1], tile["ROWS"])
+    sums = query.new_empty(batch, heads, blocks, cursors, dtype=torch.float32)
+    sides = (dout, query, key, dq), (dout.mT, key, query, dk)
+    with torch.cuda.device_of(query):
+        for side, (slopes, own, other, gradient) in enumerate(sides):
+            scale = sums if scales is None else scales[side]
+            _position_backward[(batch * heads, triton.cdiv(own.shape[1], tile["ROWS"]))](
+                slopes, own, other, weight.contiguous(), gradient, scale, sums, slopes.stride(), own.stride(),
+                other.stride(), gradient.stride(), scale.stride(), heads, own.shape[1], other.shape[1],
+                CURSORS=cursors, WIDTH=width, KEYS=side == 1, SCALED=scales is not None, CHUNK=_padded(width),
+                PRECISION=_precision(query.dtype != torch.float32), **tile,
+            )
+    return sums.sum((0, 2)).to(weight.dtype)
+
+
+def position_gradients(
+    dout: Tensor, query: Tensor, key: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients for whoever made the vectors and wants them small: of queries' then keys' vectors along dimension 2,
+    in the vectors' dtype, each row to be multiplied by its scale [batch time cursors]; and of weight. Queries and keys
+    are the same tokens."""
+    batch, time, cursors, width = query.shape
+    gradient = query.new_empty(batch, time, 2 * cursors, width)
+    scales = query.new_empty(batch, time, 2 * cursors, dtype=torch.float32)
+    of_query, of_key = gradient.chunk(2, dim=2)
+    q_scales, k_scales = scales.chunk(2, dim=2)
+    dweight = _position_gradients(dout, query, key, weight, of_query, of_key, (q_scales, k_scales))
+    return gradient, scales, dweight
+
+
 @torch.library.custom_op("prism::position_scores_backward", mutates_args=())
 def position_scores_backward(dout: Tensor, query: Tensor, key: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key (float32 whatever these are: autograd would round them) and weight."""
-    (batch, queries, _, width), keys, (heads, cursors) = query.shape, key.shape[1], weight.shape
+    """Gradients of query and key, in float32 whatever these are, and of weight."""
     dq, dk = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (query, key))
-    rows, chunk = _tile(max(queries, keys), 64), _tile(cursors * width, 128)
-    sums = query.new_empty(batch, heads, triton.cdiv(queries, rows), cursors, width, dtype=torch.float32)
-    flipped = dout.mT
-    with torch.cuda.device_of(query):
-        for side, slopes, own, other, gradient in ((0, dout, query, key, dq), (1, flipped, key, query, dk)):
-            tokens, others = own.shape[1], other.shape[1]
-            _position_backward[(batch * heads, triton.cdiv(tokens, rows), triton.cdiv(cursors * width, chunk))](
-                slopes, own, other, weight.contiguous(), gradient, sums, slopes.stride(), own.stride(),
-                other.stride(), heads, tokens, others, CURSORS=cursors, WIDTH=width, KEYS=bool(side), ROWS=rows,
-                OTHERS=_tile(others, 32), CHUNK=chunk, PRECISION=_precision(query.dtype != torch.float32),
-                num_warps=4, num_stages=2,
-            )
-    return dq, dk, sums.sum((0, 2, 4)).to(weight.dtype)
+    return dq, dk, _position_gradients(dout, query, key, weight, dq, dk, None)
 
 
 @position_scores.register_fake
