@@ -75,6 +75,13 @@ class Cursors(NamedTuple):
 class PrismLayer(nn.Module):
     """Gates, query and key cursors and their copy branch, for the heads of the Transformer layers it serves."""
 
+    query_order: Tensor
+    key_order: Tensor
+    paired: Tensor
+    moving_slots: Tensor
+    copying_slots: Tensor
+    fixed_slots: Tensor
+
     def __init__(self, width: int, depth: int, cursors: int, config: PrismConfig) -> None:
         super().__init__()
         self.config, self.cursors = config, cursors
@@ -94,6 +101,13 @@ class PrismLayer(nn.Module):
         self.moving_queries = [i for i in range(cursors) if i not in self.copying]
         self.moving_keys = [i for i in range(cursors) if i not in self.fixed_keys]
         moving = len(self.moving_queries) + len(self.moving_keys)
+        # On the device, for `arrange` and `bias`: made once, since an upload a step would hold a GPU up.
+        self._keep("query_order", _order(self.moving_queries, self.copying))
+        self._keep("key_order", _order(self.moving_keys, self.fixed_keys))
+        self._keep("paired", [len(self.moving_queries) + cursor for cursor in self.copying])
+        self._keep("moving_slots", self.moving_queries + [cursors + key for key in self.moving_keys], torch.int32)
+        self._keep("copying_slots", self.copying, torch.int32)
+        self._keep("fixed_slots", [cursors + key for key in self.fixed_keys])
         self.cursor_gates = CursorGates(config.gate_features, moving + len(self.copying), config.reset_start)
         above = config.gamma_start - 1
         raw_gamma = above + math.log(-math.expm1(-above))  # the inverse of softplus, for any exponent
@@ -107,6 +121,9 @@ class PrismLayer(nn.Module):
             self.copy = CopyAttention(
                 config.gate_features, len(self.copying), config.copy_width, config.copy_null_start
             )
+
+    def _keep(self, name: str, numbers: list[int], dtype: torch.dtype = torch.int64) -> None:
+        self.register_buffer(name, torch.tensor(numbers, dtype=dtype), persistent=False)
 
     def gamma(self) -> Float[Tensor, " cursors"]:
         """Sharpening exponent of each cursor, above 1."""
@@ -139,16 +156,38 @@ class PrismLayer(nn.Module):
         state.copying = copying[:, :, -1] if x.shape[1] else state.copying
         return Cursors(moving, copying, fixed)
 
+    def bias(
+        self, x: Float[Tensor, "batch time width"], capacity: int, score_weight: Float[Tensor, "heads per_head"]
+    ) -> Float[Tensor, "batch heads time time"]:
+        """The position scores of a whole batch in one go, on a GPU: no histogram is kept. `forward` says the rest."""
+        from prism.ops.gate_triton import gate_weights
+        from prism.ops.position_bias import Group, position_bias
+
+        features, _ = self.gates(self.norm(x), None)
+        moving = len(self.moving_queries) + len(self.moving_keys)
+        logits, gamma = self.cursor_gates.logits(features), self.gamma()
+        start = self._start(x.shape[0], capacity, gamma)
+        weights = gate_weights(logits[:, :, :moving], None)
+        groups = [Group(start[:, :moving], weights, gamma[:moving], self.moving_slots)]
+        if not self.copying:
+            return position_bias(groups, score_weight, self.config.pe_width, epsilon=self.config.epsilon)
+        copied, no_copy, _ = self.copy(features, None)
+        weights = gate_weights(logits[:, :, moving:], no_copy.transpose(1, 2))
+        groups.append(Group(start[:, moving:], weights, gamma[moving:], self.copying_slots))
+        return position_bias(
+            groups, score_weight, self.config.pe_width, copied, self.fixed_slots, self.config.epsilon
+        )
+
     def arrange(
         self, cursors: Cursors
     ) -> tuple[Float[Tensor, "batch cursors *rest"], Float[Tensor, "batch cursors *rest"]]:
         """Queries and keys in the order of their indices, from groups of anything that has a cursor dimension."""
         query, key = cursors.moving.split((len(self.moving_queries), len(self.moving_keys)), dim=1)
         if cursors.copying is not None:
-            query = _interleave(query, cursors.copying, self.moving_queries, self.copying)
+            query = torch.cat((query, cursors.copying), dim=1).index_select(1, self.query_order)
         if cursors.fixed is not None:
             fixed = cursors.fixed.expand(query.shape[0], len(self.fixed_keys), *query.shape[2:])
-            key = _interleave(key, fixed, self.moving_keys, self.fixed_keys)
+            key = torch.cat((key, fixed), dim=1).index_select(1, self.key_order)
         return query, key
 
     def _start(self, batch: int, capacity: int, like: Tensor) -> Float[Tensor, "batch cursors bins"]:
@@ -173,7 +212,7 @@ class PrismLayer(nn.Module):
             copied = nn.functional.pad(inside, (capacity + 1, max(0, capacity - seen)))
             beyond = weights[..., capacity:].sum(-1)  # only when a chosen support is shorter than the sequence
             return torch.cat((copied[..., :-1], (copied[..., -1] + beyond).unsqueeze(-1)), -1), no_copy
-        paired = moving[:, [len(self.moving_queries) + cursor for cursor in self.copying]]
+        paired = moving.index_select(1, self.paired)
         earlier = state.copy_histograms
         state.copy_histograms = paired if earlier is None else torch.cat((earlier, paired), dim=2)
         return weights @ state.copy_histograms, no_copy
@@ -185,7 +224,7 @@ def increment_only(time: int, capacity: int, seen: int, like: Tensor) -> Float[T
     return nn.functional.one_hot(offsets, 2 * capacity + 1).to(like.dtype)[None, None]
 
 
-def _interleave(first: Tensor, second: Tensor, first_at: list[int], second_at: list[int]) -> Tensor:
-    """Puts two groups of cursors (dimension 1) back into the order of their indices."""
-    order = torch.tensor(first_at + second_at, device=first.device).argsort()
-    return torch.cat((first, second), dim=1).index_select(1, order)
+def _order(first: list[int], second: list[int]) -> list[int]:
+    """Where, in two groups of cursors one after the other, each cursor stands."""
+    both = first + second
+    return sorted(range(len(both)), key=both.__getitem__)

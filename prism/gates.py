@@ -32,7 +32,8 @@ class OrthogonalGates(nn.Module):
         square = free.view(3, -1, free.shape[1]).to(torch.promote_types(free.dtype, torch.float32))
         skew = square - square.mT
         eye = torch.eye(free.shape[1], dtype=square.dtype, device=free.device)
-        rotation = torch.linalg.solve(eye + skew, eye - skew)
+        # 1 + A is never singular: nothing to check, and no waiting for a GPU to say so.
+        rotation = torch.linalg.solve_ex(eye + skew, eye - skew).result
         return (self.base.to(square.dtype) @ rotation).reshape_as(free).to(free.dtype)
 
     def right_inverse(self, weight: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
@@ -84,6 +85,8 @@ class RecurrentGates(nn.Module):
         # Not gru(x): that would make the constrained weight four times a pass, and keep it in a list of its own, with
         # its graph, so that the model could no longer be deep-copied.
         weights = [gru.weight_ih_l0, gru.weight_hh_l0, gru.bias_ih_l0, gru.bias_hh_l0]
+        if x.is_cuda:
+            weights = _side_by_side(weights)  # type: ignore[arg-type]
         return torch.gru(x, start, weights, True, 1, 0.0, self.training, False, True)  # type: ignore[arg-type]
 
     def penalty(self) -> Float[Tensor, ""] | None:
@@ -93,6 +96,13 @@ class RecurrentGates(nn.Module):
         square = self.gru.weight_hh_l0.view(3, self.features, self.features)  # type: ignore[operator]
         eye = torch.eye(self.features, dtype=square.dtype, device=square.device)
         return self.penalty_weight * (square.mT @ square - eye).square().sum()
+
+
+def _side_by_side(weights: list[Tensor]) -> list[Tensor]:
+    """The same weights in one block of memory, as cuDNN wants them: it would copy them there itself, and warn."""
+    block = torch.cat([weight.flatten() for weight in weights])
+    parts = block.split([weight.numel() for weight in weights])
+    return [part.view_as(weight) for part, weight in zip(parts, weights, strict=True)]
 
 
 class LocalGates(nn.Module):
@@ -134,9 +144,12 @@ class CursorGates(nn.Module):
         self, features: Float[Tensor, "batch time features"]
     ) -> tuple[Float[Tensor, "batch cursors time"], Float[Tensor, "batch cursors time 3"]]:
         """Reset, and the action's (increment, keep, decrement)."""
-        batch, time, _ = features.shape
-        logits = self.project(features).view(batch, time, self.cursors, 4).transpose(1, 2)
+        logits = self.logits(features).transpose(1, 2)
         return torch.sigmoid(logits[..., 3]), torch.softmax(logits[..., :3], dim=-1)
+
+    def logits(self, features: Float[Tensor, "batch time features"]) -> Float[Tensor, "batch time cursors 4"]:
+        """Of increment, keep, decrement and reset."""
+        return self.project(features).unflatten(-1, (self.cursors, 4))
 
 
 class CopyAttention(nn.Module):

@@ -12,6 +12,7 @@ if DEVICE == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 triton = pytest.importorskip("triton")
 
+from prism.device import matmul_precision  # noqa: E402
 from prism.errors import UserError  # noqa: E402
 from prism.ops import attention_triton  # noqa: E402
 from prism.ops.attention import all_position_scores, attend  # noqa: E402
@@ -25,26 +26,8 @@ SIZES = [(2, 3, 1, 1, 5), (2, 2, 5, 5, 16), (1, 2, 17, 17, 32), (1, 3, 33, 33, 5
 
 @pytest.fixture(autouse=True)
 def _exact_products():
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
-
-
-@pytest.fixture(autouse=True)
-def _interpreter_meets_new_numpy(monkeypatch):
-    """NumPy 2.4 no longer makes an int of an array with one element, which is what Triton 3.6 interprets scalars as."""
-    if DEVICE == "cuda":
-        return
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def with_index(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_index)
+    with matmul_precision("float32"):
+        yield
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -10,6 +10,14 @@ from torch import Tensor
 # ||out - ref|| / ||ref|| that rounding may explain in a chain of a few dozen operations.
 RELATIVE_ERROR = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
+# What the fused scan promises against float64: histograms, and gradients by the precision of the rows it keeps.
+SCAN_HISTOGRAM = 1e-6
+SCAN_GRADIENT = {torch.float32: 1e-5, torch.float16: 5e-4}
+# Position scores made at once keep histograms, tables and vectors in 16 bits: what that may cost the logits.
+FUSED = 1e-3
+# ... and the gradients: alpha's is a small difference of large sums, since what all keys of a query share cancels.
+FUSED_GRADIENT = 5e-2
+
 
 def relative_error(actual: Tensor, expected: Tensor | ArrayLike) -> float:
     """||actual - expected|| / ||expected||, in float64; NaN if either holds one."""

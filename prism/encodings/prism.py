@@ -8,7 +8,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -18,12 +18,14 @@ from prism.cursors import Cursors, CursorState, PrismConfig, PrismLayer
 from prism.encodings.encoding import Encoding, Stream
 from prism.errors import UserError
 from prism.ops.attention import extend
-from prism.ops.histogram import edge_mass
-from prism.ops.superposition import at_expected_position, low_rank_table, normalise, sinusoid_table, superpose
+from prism.ops.dispatch import has_triton
+from prism.ops.histogram import MOST_BINS, edge_mass
+from prism.ops.superposition import at_expected_position, normalise, superpose, table_on
 
 if TYPE_CHECKING:
     from prism.config import RunConfig
 
+FUSED_SHARE = 0.6  # of a card's memory that may go to position scores made at once
 EDGE_WARNING = 1e-3  # mass in the two outermost bins above which a too small support is said
 
 
@@ -37,6 +39,7 @@ class Prism(Encoding):
         q, k = positions.extend(q, k, layer, stream)            # in each layer, before scaled_dot_product_attention
     """
 
+    method: Literal["auto", "reference"] = "auto"  # "reference": histograms are kept and can be looked at
     name = "prism"
     summary = "histogram filter: learned gates move distributions over relative positions"
     citation = "Lee, Position as Probability: Self-Supervised Transformers that Think Past Their Training, 2025"
@@ -97,16 +100,54 @@ class Prism(Encoding):
             return
         capacity = self.support(stream)
         prism_layer: PrismLayer = self.prism_layers[str(layer)]  # type: ignore[assignment]
+        if self._fuses(x, layer, stream):
+            self._observe_at_once(x, layer, stream)
+            return
         with torch.autocast(x.device.type, enabled=False):  # mixed precision would round the histograms' products
             x = x.to(prism_layer.raw_gamma.dtype)
             histograms = prism_layer(x, capacity, stream.seen, stream.memory["cursors"][layer])
             stream.memory["histograms", layer] = histograms
-            if stream.capacity > capacity:
+            if stream.capacity > capacity and not _being_captured(x):
                 self._warn_of_edges(histograms)
             vectors = prism_layer.arrange(histograms.map(self._superpose))
             query, key = (self._by_layer(group, len(self.served[layer]), capacity, stream) for group in vectors)
         for served, q, k in zip(self.served[layer], query, key, strict=True):
             stream.memory["positions", served] = q, k
+
+    def _fuses(self, x: Tensor, layer: int, stream: Stream) -> bool:
+        """Whether all position scores can be made at once, on a GPU, without keeping a histogram."""
+        config, capacity = self.config, self.support(stream)
+        plain = config.superposition == "low_rank" and config.norm == "constant" and not config.absolute
+        whole = stream.seen == 0 and x.shape[1] == stream.capacity == capacity
+        known_keys = not config.copy_every or config.copy_key == "increment"
+        if self.method == "reference" or not (plain and whole and known_keys and x.is_cuda):
+            return False
+        if not has_triton() or 2 * capacity + 1 > MOST_BINS:
+            return False
+        batch, time, cursors = x.shape[0], x.shape[1], len(self.served[layer]) * self.heads * config.cursors
+        bins = 2 * capacity + 1
+        # Rows of histograms and their gradients, vectors and theirs, the scores.
+        needed = batch * time * (2 * cursors * (4 * bins + 1024) + 8 * self.heads * len(self.served[layer]) * time)
+        return needed < FUSED_SHARE * torch.cuda.get_device_properties(x.device).total_memory
+
+    def _observe_at_once(self, x: Tensor, layer: int, stream: Stream) -> None:
+        served, first = self.served[layer], self.config.depths[0]
+        weight = torch.stack([self._score_weight(one - first) for one in served]).flatten(0, 1)
+        prism_layer: PrismLayer = self.prism_layers[str(layer)]  # type: ignore[assignment]
+        with torch.autocast(x.device.type, enabled=False):
+            # Algorithm 3's constant, sqrt(2 / c) of both vectors, belongs to the weights here.
+            scores = prism_layer.bias(x.float(), self.support(stream), weight * (2 / self.config.cursors))
+        for one, bias in zip(served, scores.split(self.heads, dim=1), strict=True):
+            stream.memory["bias", one] = bias
+
+    def _score_weight(self, layer: int) -> Float[Tensor, "heads cursors"]:
+        """(1 - mu) |alpha| / sqrt(c d) (Algorithm 4, eq:hybrid-score)."""
+        weight = self.alpha[layer].abs() / math.sqrt(self.config.cursors * self.config.pe_width)
+        return weight * torch.sigmoid(-self.mu_logit[layer])[:, None] if self.config.content else weight
+
+    def bias(self, layer: int, stream: Stream) -> Tensor | None:
+        """The position scores of a layer, where they were made at once."""
+        return stream.memory.get(("bias", layer))
 
     def histograms(self, layer: int, stream: Stream) -> tuple[Tensor, Tensor]:
         """Query and key histograms [batch, cursors, time, bins] of the PRISM layer before `layer`, this chunk's."""
@@ -118,6 +159,9 @@ class Prism(Encoding):
         first = self.config.depths[0]
         if layer < first:
             return query, key
+        if ("bias", layer) in stream.memory:
+            share = torch.sigmoid(self.mu_logit[layer - first])[:, None, None] if self.config.content else 0.0
+            return query * share, key
         q, k = stream.memory["positions", layer]
         mu = torch.sigmoid(self.mu_logit[layer - first]) if self.config.content else None
         return extend(query, key, q, k, self.alpha[layer - first], mu, self.config.pe_width)
@@ -167,11 +211,11 @@ class Prism(Encoding):
         """Algorithm 2, in the basis the configuration asks for."""
         if self.config.superposition == "expected":
             return at_expected_position(histogram, self.config.pe_width)
-        return superpose(histogram, self._table(histogram.shape[-1] // 2).to(histogram))
+        return superpose(histogram, self._table(histogram.shape[-1] // 2, histogram))
 
-    def _table(self, capacity: int) -> Float[Tensor, "bins columns"]:
-        make = low_rank_table if self.config.superposition == "low_rank" else sinusoid_table
-        return make(capacity, self.config.pe_width)
+    def _table(self, capacity: int, like: Tensor) -> Float[Tensor, "bins columns"]:
+        low_rank = self.config.superposition == "low_rank"
+        return table_on(capacity, self.config.pe_width, low_rank, like.dtype, like.device)
 
     def _by_layer(
         self, vectors: Float[Tensor, "batch cursors time columns"], layers: int, capacity: int, stream: Stream
@@ -181,7 +225,7 @@ class Prism(Encoding):
         split = vectors.reshape(batch, layers, self.heads, self.config.cursors, time, columns).transpose(3, 4)
         if self.config.absolute:
             position = torch.arange(stream.seen + 1, stream.seen + time + 1, device=vectors.device)
-            rows = self._table(capacity).to(vectors)[capacity + position.clamp_max(capacity)]
+            rows = self._table(capacity, vectors)[capacity + position.clamp_max(capacity)]
             split = torch.cat((split, rows[:, None].expand(*split.shape[:4], 1, columns)), dim=4)
         return normalise(split, self.config.pe_width, self.config.norm).unbind(1)
 
@@ -193,3 +237,8 @@ class Prism(Encoding):
                 f"{self.config.support} offsets; a sequence this long wants a larger `support`, or none set",
                 stacklevel=3,
             )
+
+
+def _being_captured(x: Tensor) -> bool:
+    """Whether this pass is recorded as a CUDA graph: nothing may then wait for a result."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -8,17 +8,14 @@ features, values = a head's content width; all_heads = heads of all the layers t
 all_cursors = their cursors, in the same order.
 """
 
-import importlib.util
 import math
-import os
-from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from prism.errors import UserError, unknown
+from prism.ops.dispatch import has_triton, interpreted, takes_triton
 
 Method = Literal["auto", "reference", "triton"]
 WIDEST = 128  # a head's width above which Triton's tiles no longer fit a multiprocessor
@@ -85,7 +82,7 @@ def attend(
     method: Method = "auto",
 ) -> Float[Tensor, "batch heads query values"]:
     """Causal softmax attention with scores <q, k> + bias. The query comes scaled; the queries are the last keys."""
-    if _takes_triton(method, query, _attend_refuses(query, key, value, bias)):
+    if takes_triton(method, get_args(Method), query.is_cuda, _attend_refuses(query, key, value, bias)):
         from prism.ops.attention_triton import attend as fused
 
         if bias is not None:  # a view: the kernel reads broadcast entries where they are
@@ -110,7 +107,7 @@ def all_position_scores(
     `weight` is |alpha_c| / sqrt(c d) times whatever the vectors still lack: (1 - mu), their norm. The scores have its
     dtype, and so should its gradient's sums: vectors may be half precision, weights should not.
     """
-    if _takes_triton(method, query, _scores_refuse(query, key, weight)):
+    if takes_triton(method, get_args(Method), query.is_cuda, _scores_refuse(query, key, weight)):
         from prism.ops.attention_triton import position_scores as fused
 
         return fused(query, key, weight)
@@ -120,25 +117,11 @@ def all_position_scores(
     return scores.masked_fill(~visible(query.shape[1], key.shape[1], query.device), 0.0)
 
 
-def _takes_triton(method: str, example: Tensor, refusal: str | None) -> bool:
-    """Whether to use the kernels; a UserError where they were asked for and cannot be had."""
-    if method not in ("auto", "reference", "triton"):
-        raise unknown("method", method, ("auto", "reference", "triton"))
-    if method == "triton" and refusal is not None:
-        raise UserError(f"method 'triton' {refusal}; 'auto' or 'reference' takes this")
-    return method == "triton" or (method == "auto" and example.is_cuda and refusal is None)
-
-
-@lru_cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def _refuses(dtypes: tuple[torch.dtype, ...], example: Tensor) -> str | None:
     """Why the kernels cannot run on tensors like these, for the end of a sentence."""
-    if not _has_triton():
+    if not has_triton():
         return "needs the package triton, which is not installed"
-    if not example.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+    if not (example.is_cuda or interpreted()):
         return f"needs CUDA tensors, got one on {example.device.type} (TRITON_INTERPRET=1 runs it there, slowly)"
     if odd := [str(dtype) for dtype in dtypes if dtype not in KERNEL_DTYPES]:
         return f"needs float32, float16 or bfloat16, got {odd[0].removeprefix('torch.')}"

@@ -35,9 +35,9 @@ TILES: dict[tuple[str, bool], list[tuple[int, int, int, int]]] = {
     ("rows", True): [(64, 16, 8, 1), (64, 16, 8, 1), (32, 16, 4, 1)],
     ("keys", False): [(32, 64, 8, 1), (32, 64, 8, 1), (32, 64, 8, 1)],
     ("keys", True): [(32, 32, 8, 1), (16, 64, 8, 1), (16, 32, 8, 1)],
-    ("scores", False): [(64, 64, 4, 2)] * 3,
+    ("scores", False): [(64, 64, 8, 2)] * 3,
     ("scores", True): [(64, 64, 8, 1)] * 3,
-    ("score gradients", False): [(64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 8, 2)],
+    ("score gradients", False): [(64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)],
     ("score gradients", True): [(64, 32, 8, 1), (64, 32, 8, 1), (32, 32, 8, 1)],
 }
 
@@ -291,9 +291,13 @@ def _position_backward(dout, own, other, weight, gradient, scales, sums, dout_st
 
 def _precision(half: bool = False) -> str:
     """How float32 products are taken: as torch's own are. Exact ones of half-precision vectors need no more than 3."""
-    if torch.backends.cuda.matmul.allow_tf32:
+    if _takes_tf32():
         return "tf32"
     return "tf32x3" if half else "ieee"
+
+
+def _takes_tf32() -> bool:
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def _padded(size: int) -> int:
@@ -302,7 +306,7 @@ def _padded(size: int) -> int:
 
 def _tile(kind: str, like: Tensor, width: int, rows: int, columns: int) -> dict[str, int]:
     """The launch options of a tile from the table, cut to the problem's size."""
-    exact = like.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
+    exact = like.dtype == torch.float32 and not _takes_tf32()
     most_rows, most_columns, warps, stages = TILES[kind, exact][(width > 32) + (width > 64)]
     rows, columns = min(most_rows, _padded(rows)), min(most_columns, _padded(columns))
     return {"ROWS": rows, "COLUMNS": columns, "num_warps": min(warps, max(1, rows * columns // 64)),

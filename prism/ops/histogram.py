@@ -2,9 +2,9 @@
 
 Dimensions: batch; cursors; time; bins = 2P + 1 offsets -P..P with 0 in the middle; branches = the six of `Branch`.
 
-Three forms of one update live behind `histogram_scan`. `histogram_step` is Algorithm 1 line by line, for reading and
+Four forms of one update live behind `histogram_scan`. `histogram_step` is Algorithm 1 line by line, for reading and
 as the oracle; "reference" loops over it under autograd; "adjoint" (histogram_adjoint.py) carries a backward derived
-by hand and is what a CPU trains with.
+by hand and is what a CPU trains with; "triton" (histogram_triton.py) is for GPUs.
 """
 
 from enum import IntEnum
@@ -14,10 +14,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from prism.errors import unknown
+from prism.ops.dispatch import has_triton, interpreted, takes_triton
 from prism.ops.histogram_adjoint import scan_with_adjoint
 
-Method = Literal["auto", "reference", "adjoint"]
+Method = Literal["auto", "reference", "adjoint", "triton"]
+
+MOST_BINS = 1408  # what a warp's registers hold
 
 
 class Branch(IntEnum):
@@ -102,11 +104,26 @@ def histogram_scan(
     Token t's own gates are already in histogram t. The last one is the `start` of a later chunk, and chunks give
     what the whole would.
     """
-    if method not in get_args(Method):
-        raise unknown("method", method, get_args(Method))
+    if takes_triton(method, get_args(Method), start.is_cuda, _triton_refuses(start, weights)):
+        from prism.ops.histogram_triton import scan_with_triton
+
+        return scan_with_triton(start, weights, gamma, copied, epsilon)
     if method == "reference":
         return scan_step_by_step(start, weights, gamma, copied, epsilon)
     return scan_with_adjoint(start, weights, gamma, copied, epsilon)
+
+
+def _triton_refuses(start: Tensor, weights: Tensor) -> str | None:
+    """Why the kernels cannot take a scan, for the end of a sentence, or None if they can."""
+    if not has_triton():
+        return "needs the package triton, which is not installed"
+    if not (start.is_cuda or interpreted()):
+        return f"needs CUDA tensors, got one on {start.device.type} (TRITON_INTERPRET=1 runs it there, slowly)"
+    if start.dtype != torch.float32 or weights.dtype != torch.float32:
+        return f"needs float32, got {start.dtype} and {weights.dtype}".replace("torch.", "")
+    if start.shape[-1] > MOST_BINS:
+        return f"holds supports of at most {MOST_BINS} bins, got {start.shape[-1]}"
+    return None
 
 
 def scan_step_by_step(

@@ -1,23 +1,28 @@
 """The scan of Algorithm 1 as two Triton kernels: a whole sequence in registers, forward and backward.
 
 A chain (one cursor of one sequence) is held by LANES threads, K bins each: bin = K * lane + k, as K separate tensors
-of shape [LANES, chains] (lanes first: Triton then keeps all loads in one layout). A shift by one bin is then another register, and only two values a step cross lanes. K is a
-compile-time constant and need not be a power of two. Names of tensors follow histogram_adjoint.py:
+of shape [LANES, chains] (lanes first: Triton then keeps all loads in one layout). A shift by one bin is then another
+register, and only two values a step cross lanes. K is a compile-time constant and need not be a power of two. Names
+of tensors follow histogram_adjoint.py:
 
     x = u + epsilon;  h' = x^gamma / sum x^gamma;  a = gradient of u;  g = gradient of h'
 
-Rows of histograms are kept in the order in which lanes write them, `row_order`: consumers permute their tables once
-instead of permuting every row. 16-bit rows hold the bins 2j and 2j + 1 of a lane side by side, in one 32-bit store.
+Rows of histograms are kept in the order in which lanes write them (`row_order` in histogram_triton.py): consumers
+permute their tables once instead of permuting every row. 16-bit rows hold the bins 2j and 2j + 1 of a lane side by
+side, in one 32-bit store.
 
 The forward keeps, beside the histograms, log2 of each step's normaliser; the backward makes everything else again
 from the histogram one step earlier: two special functions a bin, as the forward.
 """
+
+from typing import no_type_check
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
+@no_type_check
 def _log2(x, FAST: tl.constexpr):
     if FAST:  # tl.log2 is a polynomial of twenty instructions; the chip has one
         return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True,
@@ -27,6 +32,7 @@ def _log2(x, FAST: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _exp2(x, FAST: tl.constexpr):
     if FAST:
         return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True,
@@ -36,6 +42,7 @@ def _exp2(x, FAST: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _reciprocal(x, FAST: tl.constexpr):
     if FAST:
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True,
@@ -45,11 +52,13 @@ def _reciprocal(x, FAST: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _fma(a, b, c):
     return tl.fma(a, b, c)
 
 
 @triton.jit
+@no_type_check
 def _tree_sum(values, N: tl.constexpr):
     """Sum of a tuple, in four strands so that additions don't wait for one another."""
     s0 = values[0]
@@ -69,6 +78,7 @@ def _tree_sum(values, N: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _tree_max(values, N: tl.constexpr):
     m0 = values[0]
     m1 = values[0]
@@ -81,6 +91,7 @@ def _tree_max(values, N: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _moved(h, w, lane, below, above, epsilon, K: tl.constexpr, L: tl.constexpr):
     """x = u + epsilon for every bin: Algorithm 1 (2) and (3), the clamps included. `w` are the six weights."""
     MID: tl.constexpr = L // 2
@@ -117,6 +128,7 @@ def _moved(h, w, lane, below, above, epsilon, K: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _load_weights(pointer, stride, mask):
     return (
         tl.load(pointer, mask, 0.0), tl.load(pointer + stride, mask, 0.0), tl.load(pointer + 2 * stride, mask, 0.0),
@@ -126,6 +138,7 @@ def _load_weights(pointer, stride, mask):
 
 
 @triton.jit
+@no_type_check
 def _add_copied(x, pointer, lane, inside, first, width, K: tl.constexpr):
     """x plus the copied mass: columns of `copied` stand at the bins first, first + 1, ..."""
     out = ()
@@ -136,6 +149,7 @@ def _add_copied(x, pointer, lane, inside, first, width, K: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _store_row(pointer, h, lane, inside, K: tl.constexpr, LANES: tl.constexpr, HALF: tl.constexpr, FAST: tl.constexpr):
     for k in tl.static_range(K):
         if HALF:
@@ -155,6 +169,7 @@ def _store_row(pointer, h, lane, inside, K: tl.constexpr, LANES: tl.constexpr, H
 
 
 @triton.jit
+@no_type_check
 def _fetch_row(pointer, lane, inside, K: tl.constexpr, LANES: tl.constexpr, HALF: tl.constexpr, FAST: tl.constexpr):
     """The raw words of a row, not yet numbers, so that few registers wait for memory. See `_unpack`."""
     raw = ()
@@ -173,6 +188,7 @@ def _fetch_row(pointer, lane, inside, K: tl.constexpr, LANES: tl.constexpr, HALF
 
 
 @triton.jit
+@no_type_check
 def _unpack(raw, K: tl.constexpr, HALF: tl.constexpr, FAST: tl.constexpr):
     values = ()
     for k in tl.static_range(K):
@@ -191,6 +207,7 @@ def _unpack(raw, K: tl.constexpr, HALF: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _natural_row(pointer, lane, inside, K: tl.constexpr, L: tl.constexpr):
     """A row in the order of its bins: the start, once a sequence."""
     values = ()
@@ -201,10 +218,11 @@ def _natural_row(pointer, lane, inside, K: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def scan_forward(
     start, weights, gamma, copied, places, rows, normalisers,
-    chains, cursors, slots, time, weight_b, weight_c, weight_t, weight_6, copied_b, copied_c, copied_t, copy_first, copy_width,
-    epsilon,
+    chains, cursors, slots, time, weight_b, weight_c, weight_t, weight_6,
+    copied_b, copied_c, copied_t, copy_first, copy_width, epsilon,
     L: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, CHAINS: tl.constexpr, COPY: tl.constexpr,
     HALF: tl.constexpr, FAST: tl.constexpr,
 ):
@@ -251,13 +269,14 @@ def scan_forward(
         for k in tl.static_range(K):
             h = h + (powers[k] * inverse,)
         _store_row(row, h, lane, inside, K, LANES, HALF, FAST)
-        tl.store(normaliser + tl.zeros_like(chain), shift + _log2(total, FAST) + tl.zeros_like(exponent), first_lane)
+        tl.store(normaliser, shift + _log2(total, FAST), first_lane)
         row += slots.to(tl.int64) * (K * LANES)
         normaliser += cursors
         w = following
 
 
 @triton.jit
+@no_type_check
 def _weight_gradients(a, h, lane, below, above, K: tl.constexpr, L: tl.constexpr):
     """The gradients of the weights that move what there is, summed over this lane's bins; a across lane borders."""
     LAST: tl.constexpr = L - 1
@@ -278,6 +297,7 @@ def _weight_gradients(a, h, lane, below, above, K: tl.constexpr, L: tl.constexpr
 
 
 @triton.jit
+@no_type_check
 def _move_adjoint(a, w, g, lane, left, right, K: tl.constexpr, L: tl.constexpr):
     """The gradient of the histogram that was moved, added to `g`: the transpose of `_moved`.
 
@@ -302,6 +322,7 @@ def _move_adjoint(a, w, g, lane, left, right, K: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _scaled(values, times, K: tl.constexpr):
     out = ()
     for k in tl.static_range(K):
@@ -310,6 +331,7 @@ def _scaled(values, times, K: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _sharpen_adjoint(x, g, exponent, norm, of_gamma, lane, K: tl.constexpr, L: tl.constexpr, LANES: tl.constexpr,
                      FAST: tl.constexpr):
     """a / factor and factor, where a is the gradient of x, from g, that of the sharpened histogram.
@@ -345,11 +367,12 @@ def _sharpen_adjoint(x, g, exponent, norm, of_gamma, lane, K: tl.constexpr, L: t
 
 
 @triton.jit
+@no_type_check
 def scan_backward(
     start, weights, gamma, copied, places, rows, normalisers, upstream, scales,
     grad_start, grad_weights, grad_gamma, grad_copied,
-    chains, cursors, slots, time, weight_b, weight_c, weight_t, weight_6, copied_b, copied_c, copied_t, copy_first, copy_width,
-    epsilon,
+    chains, cursors, slots, time, weight_b, weight_c, weight_t, weight_6,
+    copied_b, copied_c, copied_t, copy_first, copy_width, epsilon,
     L: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, CHAINS: tl.constexpr, COPY: tl.constexpr,
     HALF: tl.constexpr, HALF_UPSTREAM: tl.constexpr, FAST: tl.constexpr,
 ):

@@ -17,8 +17,6 @@ from prism.ops.histogram_kernels import scan_backward, scan_forward
 
 INTERPRETED = not isinstance(scan_forward, triton.JITFunction)  # TRITON_INTERPRET=1: for tests without a GPU
 PER_LANE = 24  # bins a thread holds while registers last; the backward needs about seven numbers for each
-MOST_PER_LANE = 44  # ... and spills a few of them up to here
-LONGEST = 32 * MOST_PER_LANE  # bins of the longest support that fits in one warp
 
 
 class Layout(NamedTuple):
@@ -45,9 +43,6 @@ class Layout(NamedTuple):
 @lru_cache(maxsize=256)
 def layout(bins: int, half: bool) -> Layout:
     """The fewest lanes that hold a support, so that the least is lost to what crosses between them."""
-    if bins > LONGEST:
-        raise UserError(f"the fused scan takes supports of at most {LONGEST} bins, got {bins}: "
-                        "method 'auto' uses the reference for longer ones")
     lanes = next((lanes for lanes in (4, 8, 16) if bins <= lanes * PER_LANE), 32)
     per_lane = -(-bins // lanes)
     return Layout(bins, lanes, per_lane + per_lane % 2 * half, half)
@@ -67,17 +62,6 @@ def row_order(form: Layout) -> Int[Tensor, " columns"]:
 @lru_cache(maxsize=256)
 def _columns_of_bins(form: Layout, device: torch.device) -> Int[Tensor, " bins"]:
     return row_order(form).argsort(stable=True)[: form.bins].to(device)
-
-
-def supports(start: Tensor, copied: Tensor | None = None) -> str | None:
-    """Why the kernels cannot take a scan, or None if they can."""
-    if not (start.is_cuda or INTERPRETED):
-        return f"the tensors are on {start.device}, not on a GPU"
-    if start.dtype != torch.float32:
-        return f"histograms must be float32, got {start.dtype}"
-    if start.shape[-1] > LONGEST:
-        return f"the support has {start.shape[-1]} bins; the kernels hold at most {LONGEST}"
-    return None
 
 
 def scan_with_triton(
@@ -182,7 +166,7 @@ def scan(
 @scan.register_fake
 def _(start: Tensor, weights: Tensor, gamma: Tensor, copied: Tensor | None, first: int, epsilon: float,
       half: bool) -> tuple[Tensor, Tensor]:
-    form = layout(start.shape[-1], half)
+    form = layout(int(start.shape[-1]), half)  # compiled anew for each support: so are the kernels
     rows = weights.new_empty(*weights.shape[:3], form.columns, dtype=form.dtype)
     return rows, weights.new_empty(weights.shape[:3])
 

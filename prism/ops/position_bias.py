@@ -76,7 +76,7 @@ def _padded(capacity: int, pe_width: int) -> Float[Tensor, "bins_and_one rank"]:
 
 
 def _form(start: Tensor) -> Layout:
-    return layout(start.shape[-1], half=True)
+    return layout(int(start.shape[-1]), half=True)
 
 
 @torch.library.custom_op("prism::position_bias", mutates_args=())

@@ -48,6 +48,15 @@ def low_rank_table(capacity: int, width: int, tolerance: float = SCORE_TOLERANCE
     return factor[:, :rank].contiguous()
 
 
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def table_on(
+    capacity: int, width: int, low_rank: bool, dtype: torch.dtype, device: torch.device
+) -> Float[Tensor, "bins columns"]:
+    """E or its low-rank factor, where it is needed: copied there once, not once a step."""
+    return (low_rank_table if low_rank else sinusoid_table)(capacity, width).to(device, dtype)
+
+
 def superpose(
     histogram: Float[Tensor, "batch cursors time bins"], table: Float[Tensor, "bins columns"]
 ) -> Float[Tensor, "batch cursors time columns"]:
