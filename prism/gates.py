@@ -4,7 +4,7 @@ Dimensions: width = of the residual stream; features = what a gate network makes
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -84,10 +84,10 @@ class RecurrentGates(nn.Module):
         gru = self.gru
         # Not gru(x): that would make the constrained weight four times a pass, and keep it in a list of its own, with
         # its graph, so that the model could no longer be deep-copied.
-        weights = [gru.weight_ih_l0, gru.weight_hh_l0, gru.bias_ih_l0, gru.bias_hh_l0]
+        weights: list[Any] = [gru.weight_ih_l0, gru.weight_hh_l0, gru.bias_ih_l0, gru.bias_hh_l0]
         if x.is_cuda:
-            weights = _side_by_side(weights)  # type: ignore[arg-type]
-        return torch.gru(x, start, weights, True, 1, 0.0, self.training, False, True)  # type: ignore[arg-type]
+            weights = _side_by_side(weights)
+        return torch.gru(x, start, weights, True, 1, 0.0, self.training, False, True)
 
     def penalty(self) -> Float[Tensor, ""] | None:
         """1e-3 sum over gates of |W^T W - 1|_F^2, where that is the chosen way to keep W_hh near orthogonal."""

@@ -7,7 +7,7 @@ from torch.autograd import gradcheck
 from prism.ops import histogram_adjoint
 from prism.ops.histogram import Branch, branch_weights, displacement, histogram_scan, one_hot_start
 from tests.histogram_oracles import Case, random_case
-from tests.tolerances import RELATIVE_ERROR, assert_close, relative_error
+from tests.tolerances import RELATIVE_ERROR, SCAN_HISTOGRAM, assert_close, relative_error
 
 SHAPES = [(1, 1, 1, 1), (2, 1, 2, 1), (1, 2, 1, 3), (2, 1, 2, 3), (1, 1, 4, 3), (1, 2, 3, 5), (2, 1, 2, 7)]
 copies = pytest.mark.parametrize("copy", [False, True], ids=["", "copy"])
@@ -123,6 +123,57 @@ def test_gradients_flow_through_the_gates():
         found.append([part.grad for part in tracked.leaves()])
     for a, e in zip(*found, strict=True):
         assert_close(a, e)
+
+
+# --- A support that grows ---
+
+
+def _one_hot_case(time: int, bins: int, gamma: tuple[float, ...]) -> Case:
+    case = random_case(2, len(gamma), time, bins)
+    start = one_hot_start(2, len(gamma), bins // 2, dtype=torch.float64, device=torch.device("cpu"))
+    return case._replace(start=start[..., :bins], gamma=torch.tensor(gamma, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1e-10, 1e-8])
+@pytest.mark.parametrize(("time", "bins"), [(1, 9), (7, 41), (20, 41), (25, 41), (6, 12), (3, 1), (4, 2)], ids=str)
+def test_a_growing_support_changes_nothing(time, bins, epsilon):
+    # 25 tokens on 20 offsets a side: the clamps act in the end.
+    case = _one_hot_case(time, bins, (histogram_adjoint.LEAST_GAMMA, 1.5, 2.0, 4.0))
+    given = [leaf.float().detach().requires_grad_(i > 0) for i, leaf in enumerate(_leaves(case))]
+    exact = [leaf.detach().requires_grad_(i > 0) for i, leaf in enumerate(_leaves(case))]
+    grown = histogram_scan(*given, None, epsilon, "adjoint")
+    # The reference has no gradient where a bin is empty: an epsilon far below float32's rounding stands in for 0.
+    whole = histogram_scan(*exact, None, epsilon or 1e-30, "reference")
+    assert_close(grown, whole, tolerance=SCAN_HISTOGRAM)
+    found = torch.autograd.grad(grown, given[1:], _upstream(case).float())
+    for name, a, e in zip(NAMES[1:], found, torch.autograd.grad(whole, exact[1:], _upstream(case)), strict=False):
+        if e.norm() < 1e-12:
+            assert a.norm() < RELATIVE_ERROR[torch.float32], name
+        else:
+            assert_close(a, e, dtype=torch.float32, what=name)
+
+
+def test_the_floor_beyond_the_support_is_the_references():
+    case = _one_hot_case(3, 21, (1.1, 2.0)).to(torch.float32)
+    grown, whole = case.scan(method="adjoint"), case.scan(method="reference")
+    assert (whole[..., 3] < 1e-7).all()
+    for beyond in (slice(3, 7), slice(14, 18)):  # nearer to the edge, a clamp's share of the floor is left out
+        assert_close(grown[..., beyond], whole[..., beyond])
+
+
+def test_the_support_that_is_computed():
+    def reached(start: torch.Tensor, gamma: float = 2.0, epsilon: float = 1e-8, anywhere: bool = False) -> int:
+        return histogram_adjoint._reach(start, torch.tensor([3.0, gamma, 3.0]), epsilon, anywhere)
+
+    start = torch.zeros(9, 3)
+    start[4] = 1
+    assert reached(start) == 0
+    assert reached(start, anywhere=True) == reached(start, epsilon=1e-6) == reached(start.double()) == 9
+    assert reached(start, gamma=1.05) == 9
+    start[2, 1] = 1e-12
+    assert reached(start) == 2
+    windows = histogram_adjoint._windows(2, 3, 9)
+    assert [(one.first, one.end, one.outside) for one in windows] == [(1, 8, 2), (0, 9, 0), (0, 9, 0)]
 
 
 # --- Epsilon zero, where a bin can be empty ---
