@@ -135,7 +135,7 @@ def _one_hot_case(time: int, bins: int, gamma: tuple[float, ...]) -> Case:
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 1e-10, 1e-8])
-@pytest.mark.parametrize(("time", "bins"), [(1, 9), (7, 41), (20, 41), (25, 41), (6, 12), (3, 1), (4, 2)], ids=str)
+@pytest.mark.parametrize(("time", "bins"), [(1, 9), (7, 41), (20, 41), (25, 41), (6, 12), (3, 1), (4, 2), (2, 4001)], ids=str)
 def test_a_growing_support_changes_nothing(time, bins, epsilon):
     # 25 tokens on 20 offsets a side: the clamps act in the end.
     case = _one_hot_case(time, bins, (histogram_adjoint.LEAST_GAMMA, 1.5, 2.0, 4.0))

@@ -146,7 +146,7 @@ def _sharpen(
 
 
 def _move_adjoint(out: Row, gradient: Row, weights: Weights, upstream: Row | None, window: Window) -> None:
-    """out = upstream + the gradient of the histogram, given that of the moved mass: `_move` transposed, in its window."""
+    """out = upstream + the gradient of the histogram in its window, given that of the mass moved: `_move` transposed."""
     _, _, _, increment, keep, decrement = weights
     rows, last = window.rows, window.bins - 1
     if upstream is None:
