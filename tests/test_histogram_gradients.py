@@ -135,10 +135,10 @@ def _one_hot_case(time: int, bins: int, gamma: tuple[float, ...]) -> Case:
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 1e-10, 1e-8])
-@pytest.mark.parametrize(("time", "bins"), [(1, 9), (7, 41), (20, 41), (25, 41), (6, 12), (3, 1), (4, 2), (2, 4001)], ids=str)
-def test_a_growing_support_changes_nothing(time, bins, epsilon):
+@pytest.mark.parametrize("shape", [(1, 9), (7, 41), (20, 41), (25, 41), (6, 12), (3, 1), (4, 2), (2, 4001)], ids=str)
+def test_a_growing_support_changes_nothing(shape, epsilon):
     # 25 tokens on 20 offsets a side: the clamps act in the end.
-    case = _one_hot_case(time, bins, (histogram_adjoint.LEAST_GAMMA, 1.5, 2.0, 4.0))
+    case = _one_hot_case(*shape, (1.7, 1.5, 2.0, 4.0) if shape[1] < 1000 else (1.7, 4.0))
     given = [leaf.float().detach().requires_grad_(i > 0) for i, leaf in enumerate(_leaves(case))]
     exact = [leaf.detach().requires_grad_(i > 0) for i, leaf in enumerate(_leaves(case))]
     grown = histogram_scan(*given, None, epsilon, "adjoint")
@@ -154,7 +154,7 @@ def test_a_growing_support_changes_nothing(time, bins, epsilon):
 
 
 def test_the_floor_beyond_the_support_is_the_references():
-    case = _one_hot_case(3, 21, (1.1, 2.0)).to(torch.float32)
+    case = _one_hot_case(3, 21, (1.3, 2.0)).to(torch.float32)
     grown, whole = case.scan(method="adjoint"), case.scan(method="reference")
     assert (whole[..., 3] < 1e-7).all()
     for beyond in (slice(3, 7), slice(14, 18)):  # nearer to the edge, a clamp's share of the floor is left out
@@ -168,8 +168,9 @@ def test_the_support_that_is_computed():
     start = torch.zeros(9, 3)
     start[4] = 1
     assert reached(start) == 0
-    assert reached(start, anywhere=True) == reached(start, epsilon=1e-6) == reached(start.double()) == 9
-    assert reached(start, gamma=1.05) == 9
+    assert reached(start, anywhere=True) == reached(start.double()) == reached(start, epsilon=1e-3) == 9
+    assert reached(start, gamma=1.01) == 9
+    assert reached(start, gamma=1.01, epsilon=0.0) == 0
     start[2, 1] = 1e-12
     assert reached(start) == 2
     windows = histogram_adjoint._windows(2, 3, 9)

@@ -23,6 +23,7 @@ from the histograms: keeping them costs more, in pages of memory first touched, 
 blocks, so that a few of these tensors fit in the cache and are still large enough to divide among threads.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -30,9 +31,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-# Epsilon and gamma within which the bins beyond the support need no computing in float32: nothing shows there even in
-# gamma's gradient. At gamma = 1.05 it would be off by 1e-3 of itself (85 tokens, 171 bins).
-LARGEST_EPSILON, LEAST_GAMMA = 1e-8, 1.1
+FLOOR_WEIGHT = 1e-6  # how much the bins beyond the support may hold, times their logarithm: float32 cannot tell
 BLOCK_ELEMENTS = 1 << 19  # bins x chains worked on at once: 2 MiB of float32 (measured: smaller blocks thread badly)
 
 Weights = Float[Tensor, "6 n"]
@@ -103,7 +102,10 @@ def _windows(reach: int, time: int, bins: int) -> list[Window]:
 def _reach(start: Row, gamma: Float[Tensor, " n"], epsilon: float, anywhere: bool) -> int:
     """How far from the middle the start has mass; all the way, where the floor is to be computed bin by bin."""
     bins = start.shape[0]
-    if anywhere or start.dtype != torch.float32 or epsilon > LARGEST_EPSILON or bool((gamma < LEAST_GAMMA).any()):
+    if anywhere or start.dtype != torch.float32 or gamma.numel() == 0:
+        return bins
+    floor = epsilon * bins  # to the power gamma: the mass of a floor under a histogram as flat as can be
+    if floor >= 1 or (epsilon and -math.log(epsilon) * floor ** float(gamma.min()) > FLOOR_WEIGHT):
         return bins
     occupied = (start != 0).any(1).nonzero()
     return int((occupied - bins // 2).abs().max()) if occupied.numel() else 0
@@ -137,8 +139,7 @@ def _sharpen(
     peak = powers.amax(0)  # the largest power becomes 1: nothing overflows, and not everything underflows
     total = powers.sub_(peak).exp2_().sum(0)
     if floor is not None:
-        floor = floor.log2().mul_(gamma).sub_(peak).exp2_()
-        total.add_(floor, alpha=window.outside)
+        floor = floor.log2().mul_(gamma).sub_(peak).exp2_()  # too little for the total to notice
         floor.div_(total)
         out[: window.first] = floor
         out[window.end :] = floor
@@ -146,7 +147,7 @@ def _sharpen(
 
 
 def _move_adjoint(out: Row, gradient: Row, weights: Weights, upstream: Row | None, window: Window) -> None:
-    """out = upstream + the gradient of the histogram in its window, given that of the mass moved: `_move` transposed."""
+    """out = upstream + the gradient of the histogram in its window: `_move` transposed."""
     _, _, _, increment, keep, decrement = weights
     rows, last = window.rows, window.bins - 1
     if upstream is None:
