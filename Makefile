@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 .PHONY: quickstart test check bench results ablations clean
 
-quickstart: $(VENV)/ready  ## train PRISM and the baseline on copying, three minutes
+quickstart: $(VENV)/ready  ## train PRISM and the baseline on copying, a minute
 	$(BIN)/prism quickstart
 
 test: $(VENV)/ready  ## the whole suite
@@ -20,7 +20,7 @@ bench: $(VENV)/ready  ## what the histogram scan costs here
 
 SEEDS := 0 1 2
 
-results: $(VENV)/ready  ## the README's numbers and figure: the quickstart on three seeds, eight minutes
+results: $(VENV)/ready  ## the README's numbers and figure: the quickstart on three seeds, four minutes
 	for seed in $(SEEDS); do $(BIN)/prism quickstart --seed $$seed || exit 1; done
 	mkdir -p results/quickstart
 	for run in runs/quickstart/*-seed?; do cp $$run/result.json results/quickstart/$$(basename $$run).json; done

@@ -156,7 +156,7 @@ def generate(
 
 
 def figures(runs: Runs, out: str = "figures") -> None:
-    """Draw extrapolation curves from run folders: one figure per task and training length, seeds as a band.
+    """Draw extrapolation curves from run folders: one figure and table per task and training length, seeds as a band.
 
     Example: prism figures runs/* --out figures
 
@@ -168,8 +168,9 @@ def figures(runs: Runs, out: str = "figures") -> None:
 
     if not runs:
         raise UserError("prism figures needs at least one run folder")
-    for path in draw_runs([Path(run) for run in runs], Path(out)):
-        print(path)
+    for drawing in draw_runs([Path(run) for run in runs], Path(out)):
+        print(f"{drawing.title}: exact match in %, final weights (95 % interval of the examples)\n\n{drawing.table}\n")
+        print(*drawing.files, "", sep="\n")
 
 
 def bench(repeats: int = 5, out: str = "results/bench") -> None:

@@ -3,10 +3,11 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prism.disk import explained, from_json
 from prism.errors import UserError
+from prism.report import comparison_table
 from prism.runs import RunFolder, config_hash
 from prism.tasks import find_task
 
@@ -21,24 +22,44 @@ MARKERS = "osD^vPX*"
 WIDE = 12  # test lengths that span more than this factor are drawn on a logarithmic axis
 
 
-def draw_runs(paths: Sequence[Path], out: Path) -> list[Path]:
-    """One figure (PNG and PDF) per task and training length found among the runs; returns the files written."""
+class Drawing(NamedTuple):
+    """What was drawn, the same in numbers, and where it is."""
+
+    title: str
+    table: str
+    files: list[Path]
+
+
+def draw_runs(paths: Sequence[Path], out: Path) -> list[Drawing]:
+    """One figure (PNG and PDF) per task and training length found among the runs."""
     results = [read_result(path) for path in paths]
     groups: dict[tuple[str, int], list[Result]] = defaultdict(list)
     for result in results:
         groups[result["config"]["task"]["name"], result["config"]["max_length"]].append(result)
     with explained("create", out):
         out.mkdir(parents=True, exist_ok=True)
-    written = []
+    drawings = []
     for (task, length), members in sorted(groups.items()):
-        figure = extrapolation(members)
+        figure, written = extrapolation(members), []
         for suffix in ("png", "pdf"):
             path = out / f"{task}-{length}.{suffix}"
             # Without dates in the file, the same results give the same bytes.
             with explained("write", path):
                 figure.savefig(path, dpi=160, metadata={"CreationDate": None} if suffix == "pdf" else None)
             written.append(path)
-    return written
+        drawings.append(Drawing(f"{task}, trained up to {length}", _table(members), written))
+    return drawings
+
+
+def _table(results: Sequence[Result]) -> str:
+    """Every run's final scores, a row each."""
+    lengths = sorted({length for result in results for length in _lengths(result)})
+    rows = {
+        f"{name}, seed {run['config']['seed']}": run["final"]["test"]
+        for name, runs in _models(results).items()
+        for run in sorted(runs, key=lambda run: run["config"]["seed"])
+    }
+    return comparison_table(rows, [str(length) for length in lengths])
 
 
 def read_result(path: Path) -> Result:
@@ -67,7 +88,7 @@ def _check(result: Any) -> None:
     find_task(config["task"]["name"]), str(config["encoding"]), int(config["max_length"]), int(config["seed"])
     for one in result["final"]["test"].values():
         low, high = one["interval"]
-        float(one["exact"]), float(low), float(high)
+        float(one["exact"]), float(low), float(high), int(one["examples"])
     if not _lengths(result):
         raise ValueError("no test lengths")
 

@@ -1,4 +1,4 @@
-"""The first three minutes: PRISM beside a sinusoidal baseline of its size, copying."""
+"""The first minute: PRISM beside a sinusoidal baseline of its size, copying."""
 
 import dataclasses
 import shlex
@@ -43,11 +43,11 @@ def run(out: Path, seed: int, steps: int | None) -> None:
             given = "" if steps is None else f" --steps {steps}"
             stop.again = f"prism quickstart --seed {seed}{given} --out {shlex.quote(str(out))}"
             raise
-    figure = next(path for path in draw_runs(list(folders.values()), out) if path.suffix == ".png")
+    (drawing,) = draw_runs(list(folders.values()), out)
     print(f"\ncopy, trained on at most 10 digits, seed {seed}: exact match in % (95 % interval)\n")
     rows = {name: result["final"]["test"] for name, result in results.items()}
     print(comparison_table(rows, [str(length) for length in LENGTHS]))
-    print(f"\n{time.perf_counter() - began:.0f} s in all; figure: {figure}\n")
+    print(f"\n{time.perf_counter() - began:.0f} s in all; figure: {drawing.files[0]}\n")
     where = "" if shutil.which("prism") else "  . .venv/bin/activate\n"
     print(f"""try next:
 {where}  prism generate {folders["prism"]} '27182818284590452353602874713526624977='

@@ -40,18 +40,21 @@ def comparison_table(rows: Mapping[str, Mapping[str, Mapping[str, Any]]], length
     """Models down, test lengths across: exact match of the final weights, with 95 % intervals where they matter.
 
     >>> rows = {"prism": {"10": {"exact": 1.0, "examples": 200}}, "sinusoidal": {"10": {"exact": 0.5, "examples": 200}}}
-    >>> print(comparison_table(rows, ["10"]))
-    test length                   10
-    prism          100.0 (98.1-100)
-    sinusoidal      50.0 (43.1-57)
+    >>> print(comparison_table(rows, ["10", "20"]))
+    test length                   10                  20
+    prism          100.0 (98.1-100)           -
+    sinusoidal      50.0 (43.1-57)            -
     """
-    head = f"{'test length':12}" + "".join(f"{length:>20}" for length in lengths)
-    lines = [head]
+    width = max(map(len, ("test length", *rows))) + 1
+    lines = [f"{'test length':{width}}" + "".join(f"{length:>20}" for length in lengths)]
     for name, scores in rows.items():
-        cells = []
-        for length in lengths:
-            one = scores[length]
-            low, high = wilson(round(one["exact"] * one["examples"]), one["examples"])
-            cells.append(f"{100 * one['exact']:>8.1f} ({100 * low:.1f}-{100 * high:.0f})".ljust(20))
-        lines.append((f"{name:12}" + "".join(cells)).rstrip())
+        cells = "".join(_cell(scores.get(length)) for length in lengths)
+        lines.append(f"{name:{width}}{cells}".rstrip())
     return "\n".join(lines)
+
+
+def _cell(score: Mapping[str, Any] | None) -> str:
+    if score is None:
+        return f"{'-':>11}".ljust(20)
+    low, high = wilson(round(score["exact"] * score["examples"]), score["examples"])
+    return f"{100 * score['exact']:>8.1f} ({100 * low:.1f}-{100 * high:.0f})".ljust(20)

@@ -137,7 +137,9 @@ def test_train_evaluate_generate_and_draw(here, capsys):
 
     code, out, _ = prism_says(capsys, "figures", folder, "--out", "drawn")
     assert code == 0
-    assert out.splitlines() == ["drawn/copy-2.png", "drawn/copy-2.pdf"]
+    assert out.startswith("copy, trained up to 2: exact match in %")
+    assert re.search(r"^nope, seed 3 +[\d.]+ \([\d.]+-\d+\) +[\d.]+ \([\d.]+-\d+\)$", out, re.M)
+    assert out.splitlines()[-3:] == ["drawn/copy-2.png", "drawn/copy-2.pdf", ""]
     assert Path("drawn/copy-2.png").read_bytes().startswith(PNG)
     assert Path("drawn/copy-2.pdf").read_bytes().startswith(b"%PDF")
 
@@ -158,8 +160,12 @@ def test_figures_read_runs_and_results_and_give_the_same_bytes(runs, here, capsy
     code, out, _ = prism_says(capsys, "figures", *paths, "--out", "a")
     assert code == 0
     assert prism_says(capsys, "figures", *paths, "--out", "b")[0] == 0
-    for line in out.splitlines():
+    drawn = [line for line in out.splitlines() if line.startswith("a/")]
+    assert len(drawn) == 2
+    for line in drawn:
         assert Path(line).read_bytes() == Path(line.replace("a/", "b/", 1)).read_bytes()
+    for run in ("nope", "sinusoidal"):
+        assert re.search(rf"^{run}, seed \d+ ", out, re.M)
 
 
 def test_a_curve_is_one_model_and_a_band_its_seeds(runs):

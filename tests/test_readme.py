@@ -1,5 +1,6 @@
 """The README says what is so: its tree, its links, its commands and its code."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from prism.cli import VERBS
+from prism.figures import draw_runs
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -79,6 +81,23 @@ def test_the_commands_exist():
     made, verbs = set(re.findall(r"\bmake ([a-z]+)", code)), set(re.findall(r"^ *prism ([a-z]+)", code, re.M))
     assert {"quickstart", "test"} <= made <= targets
     assert {"quickstart", "train", "evaluate", "figures", "generate"} <= verbs <= set(VERBS)
+
+
+@finished
+def test_the_scores_are_the_recorded_ones(tmp_path):
+    (drawing,) = draw_runs(sorted((ROOT / "results" / "quickstart").glob("*.json")), tmp_path)
+    assert drawing.table in TEXT
+    rows = dict(re.findall(r"^(\w+, seed \d)(.*)", drawing.table, re.M))
+    for encoding in ("prism", "sinusoidal"):  # what the quickstart printed is seed 0's row of the same runs
+        (printed,) = re.findall(rf"^{encoding}  (.*)", TEXT, re.M)
+        assert printed.split() == rows[f"{encoding}, seed 0"].split()
+
+
+@finished
+def test_the_speeds_are_the_recorded_ones():
+    recorded = json.loads((ROOT / "results" / "bench" / "cpu.json").read_text())
+    quoted = re.findall(r"the adjoint is ([\d.]+) times as fast", TEXT)
+    assert quoted == [f"{row['ratio']:.1f}" for row in recorded["rows"]]
 
 
 def test_the_code_runs_as_it_is_written():
