@@ -173,18 +173,20 @@ def figures(runs: Runs, out: str = "figures") -> None:
         print(*drawing.files, "", sep="\n")
 
 
-def bench(repeats: int = 5, out: str = "results/bench") -> None:
-    """Measure this machine: the histogram scan against plain autograd, and batches a second.
+def bench(repeats: int = 5, out: str = "results/bench", device: Text = None) -> None:
+    """Measure this machine: the histogram scan's forms, training steps, long evaluations, generation, batches.
 
     Example: prism bench
 
     Args:
-        repeats: timings of each form; the median is shown, with the spread.
+        repeats: timings of each; the median is shown, with the spread.
         out: folder for the JSON.
+        device: cpu or cuda; default: the GPU if there is one.
     """
     from prism.bench import run
+    from prism.device import pick_device
 
-    run(repeats, Path(out))
+    run(repeats, Path(out), pick_device(device))
 
 
 VERBS: dict[str, Callable[..., None]] = {
