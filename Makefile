@@ -15,7 +15,7 @@ check: $(VENV)/ready  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(VENV)/ready  ## what the histogram scan costs here
+bench: $(VENV)/ready  ## what this machine does: scans, steps, evaluations, generation
 	$(BIN)/prism bench
 
 SEEDS := 0 1 2
