@@ -19,7 +19,7 @@ from prism.ops.histogram_adjoint import scan_with_adjoint
 
 Method = Literal["auto", "reference", "adjoint", "triton"]
 
-MOST_BINS = 1408  # what a warp's registers hold
+MOST_BINS = 1408  # what a warp's registers hold, and so the widest support whose kernel has a gradient
 
 
 class Branch(IntEnum):
@@ -104,7 +104,12 @@ def histogram_scan(
     Token t's own gates are already in histogram t. The last one is the `start` of a later chunk, and chunks give
     what the whole would.
     """
-    if takes_triton(method, get_args(Method), start.is_cuda, _triton_refuses(start, weights)):
+    given = [one for one in (start, weights, gamma, copied) if one is not None]
+    if takes_triton(method, get_args(Method), start.is_cuda, _triton_refuses(given)):
+        if start.shape[-1] > MOST_BINS:
+            from prism.ops.histogram_long import scan_long
+
+            return scan_long(start, weights, gamma, copied, epsilon).transpose(1, 2)
         from prism.ops.histogram_triton import scan_with_triton
 
         return scan_with_triton(start, weights, gamma, copied, epsilon)
@@ -113,16 +118,19 @@ def histogram_scan(
     return scan_with_adjoint(start, weights, gamma, copied, epsilon)
 
 
-def _triton_refuses(start: Tensor, weights: Tensor) -> str | None:
-    """Why the kernels cannot take a scan, for the end of a sentence, or None if they can."""
+def _triton_refuses(given: list[Tensor]) -> str | None:
+    """Why the kernels cannot take a scan of these, for the end of a sentence, or None if they can."""
+    start = given[0]
     if not has_triton():
         return "needs the package triton, which is not installed"
     if not (start.is_cuda or interpreted()):
         return f"needs CUDA tensors, got one on {start.device.type} (TRITON_INTERPRET=1 runs it there, slowly)"
-    if start.dtype != torch.float32 or weights.dtype != torch.float32:
-        return f"needs float32, got {start.dtype} and {weights.dtype}".replace("torch.", "")
-    if start.shape[-1] > MOST_BINS:
-        return f"holds supports of at most {MOST_BINS} bins, got {start.shape[-1]}"
+    if odd := [str(one.dtype) for one in given if one.dtype != torch.float32]:
+        return f"needs float32, got {odd[0]}".replace("torch.", "")
+    learning = torch.is_grad_enabled() and any(one.requires_grad for one in given)
+    if learning and start.shape[-1] > MOST_BINS:
+        return (f"has a gradient for supports of at most {MOST_BINS} bins, sequences of {MOST_BINS // 2 - 1} tokens, "
+                f"got {start.shape[-1]}")
     return None
 
 
