@@ -9,7 +9,7 @@ quickstart: $(VENV)/ready  ## train PRISM and the baseline on copying, a minute
 	$(BIN)/prism quickstart
 
 test: $(VENV)/ready  ## the whole suite
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 check: $(VENV)/ready  ## style and types
 	$(BIN)/ruff check .

@@ -21,8 +21,9 @@ from prism.tasks import Example, Task
 from prism.transformer import Transformer
 
 TEST_SEED = 0  # every run is tested on the same examples, whatever its own seed
-NUMBERS_AT_ONCE = 1 << 27  # float32 numbers a chunk of the batch may need: 512 MiB
-LONG, CHUNK = 512, 128  # sequences longer than LONG are read in chunks of CHUNK tokens, so histograms stay small
+NUMBERS_AT_ONCE = 1 << 27  # float32 numbers a pass may need on a CPU: 512 MiB
+GPU_SHARE, CACHE_SHARE = 1 / 16, 1 / 3  # of a card's memory, for a pass and for the keys and values of a long sequence
+LONG, CHUNK, FEWEST = 512, 128, 16  # sequences longer than LONG are read FEWEST to CHUNK tokens at a time
 Z95 = 1.959963984540054
 
 
@@ -118,12 +119,35 @@ def score(model: Transformer, task: Task, examples: Sequence[Example]) -> Score:
 
 
 def read_logits(model: Transformer, tokens: Int[Tensor, "batch time"]) -> Float[Tensor, "batch time vocabulary"]:
-    """The model's logits, long sequences read chunk by chunk: the same numbers in less memory."""
-    time = tokens.shape[1]
-    if time <= LONG:
+    """The model's logits; what is too long for one pass is read chunk by chunk: the same numbers in less memory."""
+    rows, time = tokens.shape
+    fitting = _tokens_that_fit(model, time)
+    if time <= LONG and rows * time <= fitting:
         return model(tokens)  # type: ignore[no-any-return]
-    cache = model.new_cache(time)
-    return torch.cat([model(tokens[:, first : first + CHUNK], cache) for first in range(0, time, CHUNK)], dim=1)
+    chunk, cache = min(CHUNK, max(1, fitting // rows)), model.new_cache(time)
+    return torch.cat([model(tokens[:, first : first + chunk], cache) for first in range(0, time, chunk)], dim=1)
+
+
+def _tokens_that_fit(model: Transformer, time: int) -> int:
+    """Tokens of sequences of this length that one pass has memory for, all its sequences together."""
+    config, device = model.config, next(model.parameters()).device
+    numbers = NUMBERS_AT_ONCE
+    if device.type == "cuda":
+        numbers = int(torch.cuda.get_device_properties(device).total_memory * GPU_SHARE / 4)
+    each = config.heads * time + config.width * config.feedforward + model.encoding.footprint(time)
+    return max(1, numbers // (4 * each))  # about four such tensors are alive together
+
+
+def _sequences_that_fit(model: Transformer, time: int) -> int:
+    """How many sequences to read at once."""
+    config, device, fitting = model.config, next(model.parameters()).device, _tokens_that_fit(model, time)
+    if time <= min(LONG, fitting):
+        return fitting // time
+    size = max(1, fitting // FEWEST)
+    if device.type == "cuda":  # a CPU's pass is so small that its cache is no matter
+        kept = 4 * config.layers * config.heads * time * (model.encoding.key_width(time) + config.head_width)
+        size = min(size, int(torch.cuda.get_device_properties(device).total_memory * CACHE_SHARE / kept))
+    return max(1, size)
 
 
 def _completion_loss(logits: Float[Tensor, "batch time vocabulary"], batch: Batch) -> Float[Tensor, ""]:
@@ -133,10 +157,7 @@ def _completion_loss(logits: Float[Tensor, "batch time vocabulary"], batch: Batc
 def _pieces(model: Transformer, words: Vocabulary, examples: Sequence[Example]) -> Iterable[Sequence[Example]]:
     """Consecutive examples, as many at once as the longest of them all allows."""
     time = max(len(words.split(example.prompt)) + len(words.split(example.completion)) for example in examples)
-    at_once = time if time <= LONG else CHUNK
-    config = model.config
-    each = at_once * (config.heads * time + config.width * config.feedforward + model.encoding.footprint(time))
-    size = max(1, NUMBERS_AT_ONCE // (4 * each))  # about four such tensors are alive together
+    size = _sequences_that_fit(model, time)
     return [examples[first : first + size] for first in range(0, len(examples), size)]
 
 

@@ -6,7 +6,6 @@ Dimensions: batch; time = tokens of this chunk; width = of the residual stream; 
 import math
 from dataclasses import dataclass, field
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -17,18 +16,28 @@ from prism.ops.attention import attend, visible
 
 @dataclass
 class Cache:
-    """What generation keeps: the encoding's stream, and every layer's keys and values so far."""
+    """What generation keeps: the encoding's stream, and every layer's keys and values so far. Not to learn through."""
 
     stream: Stream
-    keys: dict[int, Tensor] = field(default_factory=dict)
+    keys: dict[int, Tensor] = field(default_factory=dict)  # with room for tokens to come
     values: dict[int, Tensor] = field(default_factory=dict)
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        if layer in self.keys:
-            key = torch.cat((self.keys[layer], key), dim=2)
-            value = torch.cat((self.values[layer], value), dim=2)
-        self.keys[layer], self.values[layer] = key, value
-        return key, value
+        """All keys and values so far, these included."""
+        seen = self.stream.seen
+        return self._append(self.keys, layer, seen, key), self._append(self.values, layer, seen, value)
+
+    def _append(self, kept: dict[int, Tensor], layer: int, seen: int, new: Tensor) -> Tensor:
+        needed = seen + new.shape[2]
+        room = kept[layer].shape[2] if layer in kept else 0
+        if room < needed:  # twice as much each time, so that growing costs no more than filling
+            size = max(needed, min(2 * room, self.stream.capacity))
+            grown = new.new_empty(*new.shape[:2], size, new.shape[3])
+            if room:
+                grown[:, :, :seen] = kept[layer][:, :, :seen]
+            kept[layer] = grown
+        kept[layer][:, :, seen:needed] = new
+        return kept[layer][:, :, :needed]
 
 
 class Attention(nn.Module):

@@ -1,5 +1,6 @@
 """Every annotation of the package is checked while its tests run, and memory nobody wrote holds NaN."""
 
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,9 @@ def checked(function: Any) -> Any:
     except BeartypeDecorHintException:
         return function
 
+
+if not torch.cuda.is_available():  # read when Triton is imported: its kernels then run by an interpreter
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Before anything imports the package: only modules imported from here on are checked.
 install_import_hook("prism", f"sys.modules[{__name__!r}].checked")

@@ -1,14 +1,10 @@
 """`prism bench`: it measures what it says, writes what it prints, and says nothing of a form that is wrong."""
 
 import json
-import os
 from functools import partial
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import prism.bench
 from prism.bench.ceilings import Ceilings

@@ -94,6 +94,14 @@ def test_chunks_with_a_cache_give_what_the_whole_gives(model, sizes):
     assert cache.stream.seen == TIME
 
 
+def test_a_cached_key_is_as_wide_as_the_encoding_says(model):
+    cache = model.new_cache(TIME)
+    with torch.no_grad():
+        model(tokens(), cache)
+    widths = [key.shape[3] for key in cache.keys.values()]
+    assert max(widths) == model.encoding.key_width(TIME)
+
+
 def test_sequences_of_a_batch_do_not_touch(model):
     order = torch.tensor([2, 0, 1])
     whole = model(tokens())

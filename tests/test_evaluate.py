@@ -197,6 +197,40 @@ def test_a_long_sequence_read_in_chunks_gives_the_same_logits(encoding, options,
     assert_close(parts, whole, dtype=torch.float64, tolerance=1e-10)
 
 
+@pytest.mark.parametrize("numbers", [1, 5_000, 50_000, 10**6, 10**9])
+def test_no_pass_reads_more_tokens_than_there_is_memory_for(numbers, monkeypatch):
+    """And none reads fewer sequences than it could: each pass waits for the one before."""
+    task, config = all_tasks()["copy"](), small_config("copy", "prism")
+    model, time = build(config), 42  # of copying 20
+    monkeypatch.setattr(prism.evaluate, "NUMBERS_AT_ONCE", numbers)
+    monkeypatch.setattr(prism.evaluate, "LONG", 50)
+    fitting, passes, real = prism.evaluate._tokens_that_fit(model, time), [], model.forward
+    monkeypatch.setattr(model, "forward", lambda ids, *rest: (passes.append(ids.shape), real(ids, *rest))[1])
+    examples = draw(task, seed=0, stream="test", step=0, size=30, length=20)
+    score(model, task, examples)
+    most = prism.evaluate._tokens_that_fit(model, time - 1)  # the last token is only ever an answer
+    assert all(rows * tokens <= most for rows, tokens in passes)
+    if fitting >= time:
+        assert passes[0] == (min(30, fitting // time), time - 1)
+    else:
+        assert passes[0] == (max(1, fitting // 16), max(1, most // max(1, fitting // 16)))
+    assert sum(rows * tokens for rows, tokens in passes) == 30 * (time - 1)
+
+
+@pytest.mark.parametrize("sizes", [[3, 1, 1, 1, 9, 2], [1] * 17, [17], [16, 1]], ids=str)
+def test_a_cache_grows_without_losing_anything(sizes):
+    model = build(small_config("copy", "nope"))
+    given = torch.randn(2, 2, 17, 3)
+    cache = model.new_cache(17)
+    for chunk in given.split(sizes, dim=2):
+        keys, values = cache.extend(1, chunk, chunk[..., :2] + 1)
+        cache.stream.seen += chunk.shape[2]
+        seen = cache.stream.seen
+        assert torch.equal(keys, given[:, :, :seen])
+        assert torch.equal(values, given[:, :, :seen, :2] + 1)
+    assert cache.keys[1].shape[2] == 17  # never more than there will be
+
+
 def test_the_pieces_of_long_sequences_are_scored_alike(memorised, monkeypatch):
     task, model, examples = memorised("stack", "prism")
     whole = score(model, task, examples)

@@ -1,12 +1,8 @@
 """PRISM with all position scores made at once, as a GPU trains it, against the plain form: values and gradients."""
 
-import os
-
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
 from prism.config import ModelConfig

@@ -1,12 +1,8 @@
 """The scan over supports that registers cannot hold, against Algorithm 1 in float64: tile by tile, chunk by chunk."""
 
-import os
-
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
 from prism.errors import UserError

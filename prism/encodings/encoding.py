@@ -111,6 +111,10 @@ class Encoding(nn.Module):
         """Numbers held per token of a sequence of `capacity` tokens, beyond attention's own: it sizes evaluations."""
         return 0
 
+    def key_width(self, capacity: int) -> int:
+        """Numbers a head's key has after `transform`: with `footprint`, it sizes evaluations."""
+        return self.head_width
+
     def penalty(self) -> Float[Tensor, ""] | None:
         """May add to the loss. (Regularisers.)"""
         return None

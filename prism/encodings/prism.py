@@ -20,7 +20,7 @@ from prism.errors import UserError
 from prism.ops.attention import extend
 from prism.ops.dispatch import has_triton
 from prism.ops.histogram import MOST_BINS, edge_mass
-from prism.ops.superposition import at_expected_position, normalise, superpose, table_on
+from prism.ops.superposition import at_expected_position, low_rank_table, normalise, superpose, table_on
 
 if TYPE_CHECKING:
     from prism.config import RunConfig
@@ -187,6 +187,13 @@ class Prism(Encoding):
     def footprint(self, capacity: int) -> int:
         cursors = sum(layer.cursors for layer in self.prism_layers.values())  # type: ignore[misc]
         return 2 * cursors * (2 * (self.config.support or capacity) + 1)
+
+    def key_width(self, capacity: int) -> int:
+        columns = self.config.pe_width
+        if self.config.superposition == "low_rank":
+            columns = low_rank_table(self.config.support or capacity, columns).shape[1]
+        content = self.head_width if self.config.content else 0
+        return content + (self.config.cursors + self.config.absolute) * columns
 
     def penalty(self) -> Tensor | None:
         penalties = [p for layer in self.prism_layers.values() if (p := layer.gates.penalty()) is not None]  # type: ignore[operator, union-attr]

@@ -62,7 +62,9 @@ def superpose(
 ) -> Float[Tensor, "batch cursors time columns"]:
     """e_t = sum_k h_t[k] f(k) (eq:superposition, Algorithm 2), for the table E or its low-rank factor."""
     batch, cursors, time, bins = histogram.shape
-    # The scan keeps its histograms as [time, bins, chains]; multiplying from the left leaves them where they are.
+    if histogram.stride(-1) == 1:  # rows, as the kernels write them
+        return (histogram.transpose(1, 2) @ table).transpose(1, 2)
+    # A CPU's scan keeps its histograms as [time, bins, chains]; multiplying from the left leaves them where they are.
     chains = histogram.permute(2, 3, 0, 1).reshape(time, bins, batch * cursors)
     mixed = torch.bmm(table.T.expand(time, -1, -1), chains)
     return mixed.view(time, table.shape[1], batch, cursors).permute(2, 3, 0, 1)
