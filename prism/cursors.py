@@ -7,13 +7,13 @@ key cursors of one PRISM layer (layers served x heads x cursors per head).
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from prism.gates import CopyAttention, CursorGates, LocalGates, Recurrence, RecurrentGates
+from prism.gates import CopyAttention, CursorGates, LandmarkGates, LocalGates, Recurrence, RecurrentGates
 from prism.ops.histogram import branch_weights, histogram_scan, one_hot_start
 from prism.ops.superposition import Norm
 from prism.settings import Settings, setting
@@ -23,9 +23,11 @@ from prism.settings import Settings, setting
 class PrismConfig(Settings):
     """What PRISM can be. The defaults are the paper's where it states one, ours elsewhere: PAPER.md, section 7."""
 
-    gates: Literal["gru", "local"] = "gru"  # the paper's GRU, or a causal convolution over the last `window` tokens
+    # The paper's GRU, a causal convolution over the last `window` tokens, or that and a memory for landmarks.
+    gates: Literal["gru", "local", "landmark"] = "gru"
     gate_features: int = setting(100, low=1)  # width of the GRU's state, or of the convolution
     window: int = setting(4, low=1)  # tokens the local gates see
+    landmarks: int = setting(16, low=1)  # kinds of tokens that landmark gates remember having met
     recurrence: Recurrence = "orthogonal"  # how the GRU's W_hh is kept in bounds
     depths: tuple[int, ...] = setting((0,), low=0)  # a PRISM layer before each of these Transformer layers
     cursors: int = setting(4, low=1)  # per head
@@ -53,7 +55,7 @@ class PrismConfig(Settings):
 class CursorState:
     """What one PRISM layer remembers between chunks."""
 
-    gates: Tensor | None = None
+    gates: Any = None  # what the gates of the configuration remember
     moving: Tensor | None = None  # histograms of the cursors without copy branch
     copying: Tensor | None = None
     copy_keys: Tensor | None = None
@@ -87,9 +89,11 @@ class PrismLayer(nn.Module):
         self.config, self.cursors = config, cursors
         # Deeper in the stack the residual stream's scale is anything; at depth 0 it is the embedding's own.
         self.norm = nn.LayerNorm(width) if depth else nn.Identity()
-        self.gates: RecurrentGates | LocalGates
+        self.gates: RecurrentGates | LocalGates | LandmarkGates
         if config.gates == "gru":
             self.gates = RecurrentGates(width, config.gate_features, config.recurrence)
+        elif config.gates == "landmark":
+            self.gates = LandmarkGates(width, config.gate_features, config.window, config.landmarks)
         else:
             self.gates = LocalGates(width, config.gate_features, config.window)
         copies = torch.arange(cursors) % config.copy_every == config.copy_every - 1 if config.copy_every else (

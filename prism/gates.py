@@ -129,6 +129,40 @@ class LocalGates(nn.Module):
         return None
 
 
+class LandmarkGates(nn.Module):
+    """Stationary gates that remember: beside the last few tokens they see which landmarks have gone by.
+
+    A landmark is anything the convolution can tell, an "=" for instance; how surely it has been met is the largest
+    such certainty so far. A running maximum of numbers between 0 and 1 can neither drift with length nor forget.
+    """
+
+    def __init__(self, width: int, features: int, window: int, landmarks: int) -> None:
+        super().__init__()
+        self.features = features
+        self.local = nn.Conv1d(width, features + landmarks, window)
+        self.recall = nn.Linear(landmarks, features, bias=False)
+        with torch.no_grad():
+            self.local.bias[features:] -= 3  # type: ignore[index]  # nothing has been met at first
+
+    def forward(
+        self, x: Float[Tensor, "batch time width"], memory: tuple[Tensor, Tensor] | None
+    ) -> tuple[Float[Tensor, "batch time features"], tuple[Tensor, Tensor]]:
+        """Features of each token; and the inputs still looked back on, with what has been met so far."""
+        batch, time, width = x.shape
+        window, landmarks = self.local.kernel_size[0], self.recall.in_features
+        before, met = memory or (x.new_zeros(batch, window - 1, width), x.new_zeros(batch, 1, landmarks))
+        seen = torch.cat((before, x), dim=1)
+        kept = seen[:, seen.shape[1] - (window - 1) :]
+        if time == 0:
+            return x.new_zeros(batch, 0, self.features), (kept, met)
+        here, certain = self.local(seen.mT).mT.split((self.features, landmarks), dim=-1)
+        met = torch.cummax(torch.cat((met, torch.sigmoid(certain)), dim=1), dim=1).values[:, 1:]
+        return nn.functional.gelu(here + self.recall(met)), (kept, met[:, -1:])
+
+    def penalty(self) -> None:
+        return None
+
+
 class CursorGates(nn.Module):
     """Features -> reset and action probabilities of every cursor (theta_t of eq:pmf_with_reset)."""
 

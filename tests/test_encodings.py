@@ -20,6 +20,8 @@ BATCH, TIME, VOCABULARY = 3, 9, 11
 PRISM = {
     "local": {"gates": "local", "window": 3},
     "local, window 1": {"gates": "local", "window": 1},
+    "landmark": {"gates": "landmark", "window": 3, "landmarks": 2},
+    "landmark, window 1": {"gates": "landmark", "window": 1, "landmarks": 5},
     "normalised": {"recurrence": "normalised"},
     "penalty": {"recurrence": "penalty"},
     "free": {"recurrence": "free"},

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prism.cursors import PrismLayer
-from prism.gates import CopyAttention, CursorGates, LocalGates, RecurrentGates
+from prism.gates import CopyAttention, CursorGates, LandmarkGates, LocalGates, RecurrentGates
 from tests.prism_models import BATCH, TIME, WIDTH, prism, scrambled, small, stream_of
 from tests.tolerances import assert_close, relative_error
 
@@ -91,6 +91,29 @@ def test_local_gates_see_their_window_and_nothing_else():
     window = torch.cat((torch.zeros(BATCH, 2, WIDTH), x), 1)
     expected = torch.stack([torch.einsum("bkw,fwk->bf", window[:, t : t + 3], weight) + bias for t in range(TIME)], 1)
     assert_close(gates(x, None)[0], F.gelu(expected))
+
+
+def test_landmark_gates_remember_the_surest_sight_of_each_landmark():
+    gates = LandmarkGates(WIDTH, 4, 2, 3).double()
+    x = stream_of()
+    weight, bias, recall = (one.detach().numpy() for one in (gates.local.weight, gates.local.bias, gates.recall.weight))
+    window = np.concatenate((np.zeros((BATCH, 1, WIDTH)), x.numpy()), 1)
+    met, expected = np.zeros((BATCH, 3)), np.empty((BATCH, TIME, 4))
+    for t in range(TIME):
+        here = np.einsum("bkw,fwk->bf", window[:, t : t + 2], weight) + bias
+        met = np.maximum(met, 1 / (1 + np.exp(-here[:, 4:])))
+        expected[:, t] = here[:, :4] + met @ recall.T
+    assert_close(gates(x, None)[0], F.gelu(torch.from_numpy(expected)))
+
+
+def test_what_landmark_gates_remember_does_not_drift():
+    """Long after a landmark, the same tokens give the same gates: nothing depends on how long ago it was."""
+    gates = LandmarkGates(WIDTH, 4, 2, 3).double()
+    pattern = torch.randn(1, 5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    features, _ = gates(torch.cat((stream_of()[:1], *[pattern] * 40), 1), None)
+    assert_close(features[:, -5:], features[:, TIME + 5 : TIME + 10])
+    fresh, _ = gates(torch.cat([pattern] * 3, 1), None)
+    assert relative_error(features[:, -5:], fresh[:, -5:]) > 1e-3  # and yet what came before still tells
 
 
 @pytest.mark.parametrize("reset_start", [0.5, 0.047, 0.9])
