@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test check bench results ablations clean
+.PHONY: quickstart test check bench results reproduce clean
 
 quickstart: $(VENV)/ready  ## train PRISM and the baseline on copying, a minute
 	$(BIN)/prism quickstart
@@ -21,25 +21,18 @@ bench: $(VENV)/ready  ## what this machine does: scans, steps, evaluations, gene
 SEEDS := 0 1 2
 
 results: $(VENV)/ready  ## the README's numbers and figure: the quickstart on three seeds, four minutes
-	for seed in $(SEEDS); do $(BIN)/prism quickstart --seed $$seed || exit 1; done
-	mkdir -p results/quickstart
-	for run in runs/quickstart/*-seed?; do cp $$run/result.json results/quickstart/$$(basename $$run).json; done
-	$(BIN)/prism figures results/quickstart/*.json --out results/figures
+	mkdir -p results/laptop/copy-10
+	for seed in $(SEEDS); do \
+		$(BIN)/prism quickstart --seed $$seed || exit 1; \
+		cp runs/quickstart/prism-seed$$seed/result.json results/laptop/copy-10/local-seed$$seed.json; \
+		cp runs/quickstart/sinusoidal-seed$$seed/result.json results/laptop/copy-10/sinusoidal-seed$$seed.json; \
+	done
+	$(BIN)/prism figures results/laptop/copy-10/local-seed?.json results/laptop/copy-10/sinusoidal-seed?.json \
+		--out results/figures
 
-# One change each to the quick preset on copying; LOG.md reads them.
-CHANGE_gru := --positions.gates gru
-CHANGE_gamma2 := --positions.gamma-start 2
-CHANGE_reset-half := --positions.reset-start 0.5
-CHANGE_rate1e-3 := --optimizer.rate 1e-3
-CHANGE_shifts := --encoding sinusoidal --positions.shift 400
-CHANGES := gru gamma2 reset-half rate1e-3 shifts
-
-ablations: $(foreach change,$(CHANGES),$(foreach seed,$(SEEDS),results/quick-ablations/$(change)-seed$(seed).json))
-
-results/quick-ablations/%.json: | $(VENV)/ready
-	$(BIN)/prism train copy --seed $(lastword $(subst -seed, ,$*)) $(CHANGE_$(firstword $(subst -seed, ,$*))) \
-		--evaluation.lengths 10 20 50 100 200 --evaluation.examples 20 --out runs/quick-ablations/$*
-	mkdir -p $(@D) && cp runs/quick-ablations/$*/result.json $@
+reproduce: $(VENV)/ready  ## train what is missing of the matrix for an hour, then draw it all
+	$(BIN)/prism reproduce --minutes 60
+	$(BIN)/prism reproduce --figures
 
 # On a machine with an NVIDIA GPU the newest torch is right; without one, the tested small CPU set.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt

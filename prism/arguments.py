@@ -19,6 +19,8 @@ Runs = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="R
 Prompt = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROMPT")]
 Whole = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 Text = Annotated[str | None, tyro.conf.arg(metavar="STR")]
+Texts = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")]
+Minutes = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,26 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 try:
     import tyro
 except ModuleNotFoundError:  # the core package is for other people's models and comes without
     raise SystemExit("prism: the command line needs tyro: pip install 'prism-positions[train,plot]'") from None
 
-from prism.arguments import Prompt, Run, Runs, Text, TrainCommand, Whole, default_folder, parse_lengths, parse_train
+from prism.arguments import (
+    Minutes,
+    Prompt,
+    Run,
+    Runs,
+    Text,
+    Texts,
+    TrainCommand,
+    Whole,
+    default_folder,
+    parse_lengths,
+    parse_train,
+)
 from prism.errors import Interrupted, RunError, UserError, is_out_of_memory, unknown
 from prism.tasks import all_tasks
 
@@ -189,9 +201,59 @@ def bench(repeats: int = 5, out: str = "results/bench", device: Text = None) -> 
     run(repeats, Path(out), pick_device(device))
 
 
+def reproduce(
+    only: Texts = (), list_: Annotated[bool, tyro.conf.arg(name="list")] = False, minutes: Minutes = None,
+    figures: bool = False, train: Text = None, at_once: int = 1, results: str = "results",
+    runs: str = "runs/reproduce", device: Text = None,
+) -> None:
+    """Train what the paper's figures and our tables are made of, as far as time allows; draw them from what there is.
+
+    Example: prism reproduce --minutes 60 --at-once 4
+
+    Args:
+        only: names of cells, or how they begin, or patterns with *; default: the whole matrix.
+        list_: show what is done, running, stopped or missing, and what it would cost.
+        minutes: train what is missing for so long, the most valuable first; what is cut off goes on the next time.
+        figures: draw all figures and write RESULTS.md from the results alone; trains nothing.
+        train: train this one cell, here, to its end.
+        at_once: cells to train at the same time, each in a process of its own.
+        results: folder of results, a small JSON a cell; figures go to its folder figures.
+        runs: folder for the runs under way, with their checkpoints.
+        device: cpu or cuda; default: the GPU if there is one.
+    """
+    from prism.device import pick_device, use_threads
+    from prism.reproduce.matrix import chosen, find_cell
+    from prism.reproduce.status import Places, overview, standing
+
+    places = Places(Path(results), Path(runs))
+    if train is not None:
+        from prism.reproduce.runner import train_cell
+
+        cell = find_cell(train)
+        use_threads(None if at_once == 1 else 1, cell.config().model)
+        train_cell(cell, places, pick_device(device))
+    elif minutes is not None:
+        from prism.reproduce.runner import Runner
+
+        if not 0 < minutes < 10**6:
+            raise UserError(f"--minutes must be a number above 0, got {minutes}")
+        if not Runner(chosen(only), places, pick_device(device), at_once).run(minutes):
+            raise RunError("not every cell could be trained: see the logs beside the run folders named above")
+    elif figures:
+        from prism.reproduce.page import draw_all
+
+        for path in draw_all(places.results):
+            print(path)
+    else:
+        if not list_:
+            print("--minutes N trains, --figures draws, --train NAME trains one cell; this is where it all stands:\n")
+        print(overview([standing(cell, places) for cell in chosen(only)]))
+
+
 VERBS: dict[str, Callable[..., None]] = {
     "quickstart": quickstart, "tasks": tasks, "encodings": encodings, "train": train, "evaluate": evaluate,
     "generate": generate, "figures": figures, "bench": bench,
+    "reproduce": reproduce,
 }
 
 

@@ -99,6 +99,17 @@ class RunConfig(Settings):
         """The lengths of this run's sweeps."""
         return self.evaluation.lengths or self.task.sweep(self.max_length)
 
+    def changed(self, changes: Mapping[str, Any]) -> "RunConfig":
+        """Another configuration, with some values under their dotted names: `{"optimizer.rate": 1e-3}`."""
+        plain = self.to_json()
+        for name, value in changes.items():
+            *path, last = name.split(".")
+            inner = plain
+            for key in path:
+                inner = inner[key]
+            inner[last] = _plain(value)
+        return RunConfig.from_json(plain)
+
     def to_json(self) -> dict[str, Any]:
         """Every value, resolved; `from_json` gives the same configuration back."""
         plain = typing.cast(dict[str, Any], _plain(self))
@@ -126,6 +137,14 @@ class RunConfig(Settings):
             "positions": _build(find_encoding(data["encoding"]).Config, data["positions"], "positions"),
         }
         return _build(cls, data, "", values)
+
+
+def means(stored: Any, config: RunConfig) -> bool:
+    """Whether a stored configuration is this one. What is younger than it takes its default: that is what it was."""
+    try:
+        return RunConfig.from_json(stored) == config
+    except UserError:
+        return False
 
 
 def preset(name: str, task: Task, encoding: str, max_length: int | None = None, seed: int = 0) -> RunConfig:

@@ -19,6 +19,7 @@ Result = Mapping[str, Any]  # a result.json
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")  # Okabe and Ito's
 MARKERS = "osD^vPX*"
+FEW = 3  # curves whose legend has room among them
 WIDE = 12  # test lengths that span more than this factor are drawn on a logarithmic axis
 
 
@@ -36,27 +37,33 @@ def draw_runs(paths: Sequence[Path], out: Path) -> list[Drawing]:
     groups: dict[tuple[str, int], list[Result]] = defaultdict(list)
     for result in results:
         groups[result["config"]["task"]["name"], result["config"]["max_length"]].append(result)
-    with explained("create", out):
-        out.mkdir(parents=True, exist_ok=True)
     drawings = []
     for (task, length), members in sorted(groups.items()):
-        figure, written = extrapolation(members), []
-        for suffix in ("png", "pdf"):
-            path = out / f"{task}-{length}.{suffix}"
-            # Without dates in the file, the same results give the same bytes.
-            with explained("write", path):
-                figure.savefig(path, dpi=160, metadata={"CreationDate": None} if suffix == "pdf" else None)
-            written.append(path)
-        drawings.append(Drawing(f"{task}, trained up to {length}", _table(members), written))
+        models = _models(members)
+        written = save_figure(extrapolation(models), out, f"{task}-{length}")
+        drawings.append(Drawing(f"{task}, trained up to {length}", _table(models), written))
     return drawings
 
 
-def _table(results: Sequence[Result]) -> str:
+def save_figure(figure: "Figure", folder: Path, stem: str) -> list[Path]:
+    """As PNG and as PDF. Without dates in the files, the same results give the same bytes."""
+    with explained("create", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for suffix in ("png", "pdf"):
+        path = folder / f"{stem}.{suffix}"
+        with explained("write", path):
+            figure.savefig(path, dpi=160, metadata={"CreationDate": None} if suffix == "pdf" else None)
+        written.append(path)
+    return written
+
+
+def _table(models: Mapping[str, Sequence[Result]]) -> str:
     """Every run's final scores, a row each."""
-    lengths = sorted({length for result in results for length in _lengths(result)})
+    lengths = sorted({length for runs in models.values() for run in runs for length in _lengths(run)})
     rows = {
         f"{name}, seed {run['config']['seed']}": run["final"]["test"]
-        for name, runs in _models(results).items()
+        for name, runs in models.items()
         for run in sorted(runs, key=lambda run: run["config"]["seed"])
     }
     return comparison_table(rows, [str(length) for length in lengths])
@@ -93,16 +100,17 @@ def _check(result: Any) -> None:
         raise ValueError("no test lengths")
 
 
-def extrapolation(results: Sequence[Result]) -> "Figure":
+def extrapolation(models: Mapping[str, Sequence[Result]]) -> "Figure":
     """Exact match against test length, one curve per model: its mean over seeds, their range, each seed's points.
 
     A model with one seed has the 95 % interval of its examples as its band instead.
     """
     from matplotlib.figure import Figure
 
+    results = [run for runs in models.values() for run in runs]
     config = results[0]["config"]
-    models = _models(results)
-    figure = Figure(figsize=(6.4, 3.9), layout="constrained")
+    crowded = len(models) > FEW
+    figure = Figure(figsize=(8.6 if crowded else 6.4, 3.9), layout="constrained")
     axes = figure.subplots()
     for rank, (name, runs) in enumerate(models.items()):
         _draw_curve(axes, name, runs, COLOURS[rank % len(COLOURS)], MARKERS[rank % len(MARKERS)])
@@ -111,6 +119,10 @@ def extrapolation(results: Sequence[Result]) -> "Figure":
         f" trained\n up to {config['max_length']}", (config["max_length"], 4), color="0.35", fontsize=9, va="bottom"
     )
     _dress(axes, config, sorted({length for result in results for length in _lengths(result)}))
+    if crowded:  # beside the curves, where it hides none of them
+        figure.legend(frameon=False, fontsize=8, loc="outside right upper")
+    else:
+        axes.legend(frameon=False, fontsize=9, loc="center right")
     return figure
 
 
@@ -160,7 +172,6 @@ def _dress(axes: "Axes", config: Mapping[str, Any], lengths: Sequence[int]) -> N
     axes.set_title(f"{task.name}, trained up to {config['max_length']}", loc="left", fontsize=11)
     axes.grid(True, axis="y", color="0.9")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, loc="center right")
 
 
 def _readable(lengths: Sequence[int]) -> Iterable[int]:

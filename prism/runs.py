@@ -90,6 +90,16 @@ class RunFolder:
         """Whether there is a run in this folder."""
         return (Path(path) / CONFIG).is_file()
 
+    @staticmethod
+    def writer(path: str | Path) -> int | None:
+        """The process that is writing this run, if one is: for a display, since it may have ended since."""
+        try:
+            process = int((Path(path) / LOCK).read_text() or 0)
+            os.kill(process, 0)
+        except (OSError, ValueError):
+            return None
+        return process or None
+
     def __enter__(self) -> Self:
         return self
 

@@ -1,8 +1,6 @@
 """Training: sample, loss, step, evaluate, save; stop and go on at any moment without a trace in the result."""
 
 import math
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from prism.config import RunConfig
+from prism.config import RunConfig, means
 from prism.curriculum import longest_at
 from prism.data import Batch, Prefetcher, batch, draw
 from prism.device import matmul_precision, wants_graph
@@ -20,6 +18,7 @@ from prism.optimizer import load_optimizer, optimizer_tensors
 from prism.progress import Progress, silent
 from prism.results import summarise
 from prism.runs import RunFolder
+from prism.signals import collected
 from prism.step import StepResult, make_step
 from prism.step import completion_loss as completion_loss  # PAPER.md knows it by this address
 from prism.trained import build, load_weights, weights
@@ -49,12 +48,18 @@ def train(
     progress = progress or silent()
     graph = wants_graph(graph, device)
     _refuse_lengths_without_examples(config)
-    with RunFolder.create(out, config.to_json(), resume=resume) as folder:
+    with RunFolder.create(out, _as_stored(config, out, resume), resume=resume) as folder:
         finished = folder.result()
         if finished is not None:
             return finished
         with progress, matmul_precision(config.matmul):
             return _Training(config, folder, device, progress, graph).run()
+
+
+def _as_stored(config: RunConfig, out: str | Path, resume: bool) -> dict[str, Any]:
+    """The configuration as its folder has it, perhaps since before some of today's options existed."""
+    stored = RunFolder.open(out).config if resume and RunFolder.exists(out) else None
+    return stored if stored is not None and means(stored, config) else config.to_json()
 
 
 def _refuse_lengths_without_examples(config: RunConfig) -> None:
@@ -90,7 +95,8 @@ class _Training:
     def run(self) -> dict[str, Any]:
         config, standing = self.config, self.standing
         self.progress.start(config, self.model, standing.step)
-        with _signals() as received, Prefetcher(self._batch, range(standing.step, config.steps)) as batches:
+        steps = range(standing.step, config.steps)
+        with collected("finishing this step and saving") as received, Prefetcher(self._batch, steps) as batches:
             for made in batches:
                 with _memory_explained(standing.step, made):
                     self._step(made)
@@ -224,27 +230,3 @@ def _unheard(name: str, score: Score) -> None:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM instead of dying of them, so that the step can be finished; a second one is final."""
-    received: list[int] = []
-
-    def note(number: int, frame: Any) -> None:
-        received.append(number)
-        signal.signal(number, before[signal.Signals(number)])
-        os.write(2, b"finishing this step and saving; once more to stop at once\n")  # print is not for signal handlers
-
-    before: dict[signal.Signals, Any] = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, note)
-    except ValueError:  # not the main thread: the signals are somebody else's to handle
-        yield received
-        return
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

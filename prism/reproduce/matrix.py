@@ -1,0 +1,175 @@
+"""The matrix: every run behind a figure or a table, in order of what it is worth.
+
+A cell is one training: a part of the work, a task and its training length, a model, a seed. Models are presets with
+the changes that make them; a new row of an ablation is a line here.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from prism.config import Preset, RunConfig, preset
+from prism.errors import UserError
+from prism.tasks import find_task
+
+Changes = Mapping[str, Any]
+SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained: a preset of an encoding, and what is changed in it."""
+
+    label: str
+    preset: Preset
+    encoding: str = "prism"
+    changes: Changes = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the matrix. Its name is its result's path under the folder of results."""
+
+    part: str
+    task: str
+    max_length: int
+    model: Model
+    seed: int
+    changes: Changes = field(hash=False)  # of every model of this row: steps, test lengths
+
+    @property
+    def row(self) -> str:
+        """The cell but for its seed."""
+        return f"{self.part}/{self.task}-{self.max_length}/{self.model.label}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.row}-seed{self.seed}"
+
+    def config(self) -> RunConfig:
+        base = preset(
+            self.model.preset, find_task(self.task)(), self.model.encoding, max_length=self.max_length, seed=self.seed
+        )
+        return base.changed({**self.changes, **self.model.changes})
+
+
+@dataclass(frozen=True)
+class Row:
+    """A task at a training length, and the models trained on it."""
+
+    part: str
+    task: str
+    max_length: int
+    models: tuple[Model, ...]
+    changes: Changes
+
+    def cells(self, seed: int) -> list[Cell]:
+        return [Cell(self.part, self.task, self.max_length, model, seed, self.changes) for model in self.models]
+
+
+def _steps(steps: int, *lengths: int, **more: Any) -> dict[str, Any]:
+    return {"steps": steps, "evaluation.lengths": lengths, **more}
+
+
+# --- The paper's figures, with its settings; headline rows first ---
+
+PRISM, APE = Model("prism", "paper"), Model("sinusoidal", "paper", "sinusoidal")
+EVERY = {"evaluation.every": 5_000, "evaluation.checkpoint_every": 5_000}
+
+HEADLINES = (
+    Row("paper", "copy", 10, (PRISM, APE), _steps(30_000, 5, 10, 15, 20, 40, 100, 200, 400, **EVERY)),
+    Row("paper", "addition", 10, (PRISM, APE), _steps(100_000, 5, 10, 12, 15, 20, 30, 40, 60, **EVERY)),
+    Row("paper", "reverse", 40, (PRISM, APE), _steps(80_000, 20, 40, 60, 80, 100, 150, 200, 400, **EVERY)),
+)
+OTHERS = (
+    Row("paper", "copy", 40, (PRISM, APE), _steps(60_000, 20, 40, 60, 80, 120, 200, 400, **EVERY)),
+    Row("paper", "dyn_str_cpy", 10, (PRISM, APE), _steps(60_000, 5, 10, 15, 20, 30, 50, 100, 150, **EVERY)),
+    Row("paper", "dyn_str_cpy", 5, (PRISM,), _steps(60_000, 3, 5, 8, 10, 15, 20, 30, 50, **EVERY)),
+    Row("paper", "odds_first", 40, (PRISM, APE), _steps(80_000, 20, 40, 60, 80, 120, 200, 400, **EVERY)),
+    Row("paper", "stack", 40, (PRISM, APE), _steps(80_000, 20, 40, 60, 80, 100, 120, 200, **EVERY)),
+    Row("paper", "scan_cot", 80, (PRISM, APE), _steps(40_000, **EVERY)),
+    Row("paper", "reverse", 10, (PRISM, APE), _steps(40_000, 5, 10, 15, 20, 40, 100, **EVERY)),
+    Row("paper", "multiplication", 9, (PRISM, APE), _steps(100_000, 3, 5, 7, 9, 11, 13, 15, **EVERY)),
+)
+
+# --- The paper's own ablations, and those it speaks of ---
+
+ABLATIONS = (
+    Row("ablations", "reverse", 40, (
+        Model("no-copy", "paper", changes={"positions.copy_every": 0}),
+        Model("copy-trained-key", "paper", changes={"positions.copy_key": "trained"}),
+    ), HEADLINES[2].changes),
+    Row("ablations", "addition", 10, (
+        Model("expected-position", "paper", changes={"positions.superposition": "expected"}),
+        Model("gamma-near-1", "paper", changes={"positions.gamma_start": 1.01}),
+        Model("recurrence-penalty", "paper", changes={"positions.recurrence": "penalty"}),
+        Model("recurrence-normalised", "paper", changes={"positions.recurrence": "normalised"}),
+        Model("recurrence-free", "paper", changes={"positions.recurrence": "free"}),
+        Model("reset-0.047", "paper", changes={"positions.reset_start": 0.047}),
+    ), HEADLINES[1].changes),
+)
+
+# --- At a laptop's size: what the quick preset hangs on, and which gates a task asks for ---
+
+COPY = Row("laptop", "copy", 10, (  # the first and the last are the quickstart's
+    Model("local", "quick"),
+    Model("gru", "quick", changes={"positions.gates": "gru"}),
+    Model("landmark", "quick", changes={"positions.gates": "landmark"}),
+    Model("gamma-2", "quick", changes={"positions.gamma_start": 2.0}),
+    Model("reset-half", "quick", changes={"positions.reset_start": 0.5}),
+    Model("rate-1e-3", "quick", changes={"optimizer.rate": 1e-3}),
+    Model("sinusoidal-shifts", "quick", "sinusoidal", {"positions.shift": 400}),
+    Model("sinusoidal", "quick", "sinusoidal"),
+), {"evaluation.lengths": (10, 20, 50, 100, 200), "evaluation.examples": 20})
+GATES = (
+    Model("local", "quick"),
+    Model("landmark", "quick", changes={"positions.gates": "landmark"}),
+    Model("landmark-positions-only", "quick", changes={"positions.gates": "landmark", "positions.content": False}),
+    Model("gru", "quick", changes={"positions.gates": "gru"}),
+    Model("sinusoidal", "quick", "sinusoidal"),
+)
+LAPTOP = {"evaluation.examples": 20, "evaluation.every": 500}
+TASKS = (
+    Row("laptop", "reverse", 10, GATES, _steps(4_000, 10, 15, 20, 30, 40, 80, **LAPTOP)),
+    Row("laptop", "odds_first", 10, GATES, _steps(4_000, 10, 15, 20, 30, 40, 80, **LAPTOP)),
+    Row("laptop", "stack", 10, GATES, _steps(4_000, 10, 15, 20, 30, 40, 80, **LAPTOP)),
+    Row("laptop", "dyn_str_cpy", 10, GATES, _steps(4_000, 10, 15, 20, 30, 40, 80, **LAPTOP)),
+    Row("laptop", "addition", 4, GATES, _steps(4_000, 4, 5, 6, 8, 10, 15, **LAPTOP)),
+)
+
+
+def matrix() -> list[Cell]:
+    """Every cell, the most valuable first: one seed of every figure, then three of the headlines, then the rest."""
+    cells = [cell for row in (*HEADLINES, *OTHERS, *ABLATIONS) for cell in row.cells(0)]
+    cells += [cell for rows in (HEADLINES, OTHERS, ABLATIONS) for seed in SEEDS[1:] for row in rows
+              for cell in row.cells(seed)]
+    cells += [cell for seed in SEEDS for row in (COPY, *TASKS) for cell in row.cells(seed)]
+    return cells
+
+
+def chosen(patterns: tuple[str, ...]) -> list[Cell]:
+    """The cells whose names match one of the patterns, or begin with one; all, where there is no pattern."""
+    cells = matrix()
+    if not patterns:
+        return cells
+    for pattern in patterns:
+        if not any(_matches(cell, pattern) for cell in cells):
+            raise UserError(f"no cell of the matrix matches {pattern!r}; prism reproduce --list shows them all")
+    return [cell for cell in cells if any(_matches(cell, pattern) for pattern in patterns)]
+
+
+def find_cell(name: str) -> Cell:
+    """The cell of this name."""
+    cells = {cell.name: cell for cell in matrix()}
+    if name not in cells:
+        near = difflib.get_close_matches(name, cells, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(f"unknown cell {name!r}; {hint}prism reproduce --list shows the rows: PART/TASK-LENGTH/MODEL, "
+                        "then -seed0, -seed1 or -seed2")
+    return cells[name]
+
+
+def _matches(cell: Cell, pattern: str) -> bool:
+    return fnmatchcase(cell.name, pattern) or cell.name.startswith(pattern)

@@ -1,0 +1,157 @@
+"""RESULTS.md and its figures, from the results alone: what is missing is listed, never filled in."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from prism.disk import explained, replace_file
+from prism.evaluate import wilson
+from prism.figures import extrapolation, save_figure
+from prism.reproduce.claims import CLAIMS
+from prism.reproduce.matrix import Cell, matrix
+from prism.reproduce.status import Places, standing
+from prism.tasks import find_task
+
+PARTS = {
+    "paper": "The paper as written",
+    "best": "Going past it",
+    "ablations": "Ablations at the paper's size",
+    "laptop": "At a laptop's size",
+}
+INTRODUCTION = """\
+# Results
+
+Exact match in %: every token of the completion right, chain of thought and end token included. Each number is of the
+**final** weights, unless its row says otherwise; with several seeds it is their mean and range, with one seed its 95 %
+interval over the examples. *Best by validation* are the weights that did best at the training length, test lengths
+having no say; *top three* is the paper's protocol, the mean of the three best test scores over training, which is
+optimistic; both are left out where they say the same. A run's configuration, seed, commit and hardware are in its JSON
+file under `{results}`, and `prism reproduce --train NAME` makes it again. This page and its figures are written by
+`prism reproduce --figures`.
+"""
+
+
+@dataclass(frozen=True)
+class Group:
+    """What shares a table and a figure: the models trained on one task up to one length, in one part."""
+
+    part: str
+    task: str
+    max_length: int
+    cells: tuple[Cell, ...]
+
+    @property
+    def stem(self) -> str:
+        return f"{self.part}-{self.task}-{self.max_length}"
+
+
+def draw_all(results: Path) -> list[Path]:
+    """Writes the page beside the folder of results, its figures into it; returns what was written."""
+    groups, written, sections, missing = _groups(), [], [], []
+    for part, title in PARTS.items():
+        bodies = []
+        for group in (one for one in groups if one.part == part):
+            found = {cell: standing(cell, Places(results, results)).result for cell in group.cells}
+            kept = {cell: result for cell, result in found.items() if result is not None}
+            missing += [cell.name for cell in group.cells if cell not in kept]
+            if kept:
+                files = _figure(group, kept, results / "figures")
+                written += files
+                bodies.append(_section(group, kept, files[0].relative_to(results.parent)))
+        if bodies:
+            sections.append(f"## {title}\n\n" + "\n".join(bodies))
+    page = results.parent / "RESULTS.md"
+    with explained("write", page):
+        text = [INTRODUCTION.format(results=results.name), *sections, _missing(missing, len(matrix()))]
+        replace_file(page, "\n".join(text).encode())
+    return [page, *written]
+
+
+def _groups() -> list[Group]:
+    found: dict[tuple[str, str, int], list[Cell]] = {}
+    for cell in matrix():
+        found.setdefault((cell.part, cell.task, cell.max_length), []).append(cell)
+    return [Group(*key, tuple(cells)) for key, cells in found.items()]
+
+
+def _figure(group: Group, kept: Mapping[Cell, Mapping[str, Any]], folder: Path) -> list[Path]:
+    by_model: dict[str, list[Mapping[str, Any]]] = {}
+    for cell, result in kept.items():
+        by_model.setdefault(cell.model.label, []).append(result)
+    return save_figure(extrapolation(by_model), folder, group.stem)
+
+
+def _section(group: Group, kept: Mapping[Cell, Mapping[str, Any]], figure: Path) -> str:
+    task = find_task(group.task)
+    lines = [
+        f"### {group.task}, trained up to {group.max_length}\n",
+        f"Length: {task.length_means}.\n",
+        f"![{group.task}: exact match against test length]({figure.as_posix()})\n",
+        *_table(kept),
+    ]
+    claims = CLAIMS.get((group.task, group.max_length))
+    if claims and group.part in ("paper", "best"):
+        said = [("The paper", claims.paper), ("Its author's later notebook", claims.notebook), ("Peers", claims.peers)]
+        lines += ["", *(f"- {who}: {what}." for who, what in said if what)]
+    return "\n".join(lines) + "\n"
+
+
+def _table(kept: Mapping[Cell, Mapping[str, Any]]) -> list[str]:
+    columns = list(dict.fromkeys(name for result in kept.values() for name in result["final"]["test"]))
+    lines = ["| model | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    rows: dict[str, list[Mapping[str, Any]]] = {}
+    for cell, result in kept.items():
+        rows.setdefault(cell.model.label, []).append(result)
+    for label, runs in rows.items():
+        steps, seeds = runs[0]["final"]["step"], len(runs)
+        many = f"{seeds} seeds" if seeds > 1 else "1 seed"
+        final = [_cell([run["final"]["test"].get(name) for run in runs]) for name in columns]
+        lines.append(f"| **{label}**, {many}, {steps:,} steps | " + " | ".join(final) + " |")
+        for way, said in (("best", "best by validation"), ("top3", "top three")):
+            cells = [_cell([run[way]["test"].get(name) for run in runs]) for name in columns]
+            if [cell.split()[0] for cell in cells] != [cell.split()[0] for cell in final]:  # else it says nothing new
+                lines.append(f"| {said} | " + " | ".join(cells) + " |")
+        for part in dict.fromkeys(_parts(runs)):
+            cells = [_cell([_part(run["final"]["test"].get(name), part) for run in runs]) for name in columns]
+            lines.append(f"| final, {part} alone | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _cell(scores: Sequence[Mapping[str, Any] | None]) -> str:
+    """Mean and range over seeds, or one seed's score and interval, where its examples are known."""
+    known = [one for one in scores if one is not None]
+    if not known:
+        return "-"
+    exact = [100 * one["exact"] for one in known]
+    if len(exact) > 1:
+        spread = f" ({min(exact):.1f} - {max(exact):.1f})" if max(exact) > min(exact) else ""
+        return f"{mean(exact):.1f}{spread}"
+    if "examples" not in known[0]:
+        return f"{exact[0]:.1f}"
+    examples = known[0]["examples"]
+    low, high = wilson(round(known[0]["exact"] * examples), examples)
+    return f"{exact[0]:.1f} ({100 * low:.1f} - {100 * high:.1f})"
+
+
+def _parts(runs: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+    return (part for run in runs for score in run["final"]["test"].values() for part in score.get("parts", {}))
+
+
+def _part(score: Mapping[str, Any] | None, part: str) -> Mapping[str, Any] | None:
+    if score is None or part not in score.get("parts", {}):
+        return None
+    return {"exact": score["parts"][part], "examples": score["examples"]}
+
+
+def _missing(names: Sequence[str], of: int) -> str:
+    if not names:
+        return "Nothing is missing: every cell of the matrix is done.\n"
+    seeds: dict[str, list[str]] = {}
+    for name in names:
+        row, _, seed = name.rpartition("-seed")
+        seeds.setdefault(row, []).append(seed)
+    lines = [f"- {row}: seed{'s' if len(which) > 1 else ''} {', '.join(which)}" for row, which in seeds.items()]
+    return (f"## What is missing\n\n{len(names)} of the {of} cells of the matrix have not been trained yet; "
+            "`prism reproduce --minutes N` trains them.\n\n" + "\n".join(lines) + "\n")
