@@ -42,9 +42,12 @@ def _cpu_name() -> str:
 
 
 def _commit(package: Path) -> dict[str, Any]:
-    """The commit of this very code; null when it was installed, even inside somebody else's repository."""
+    """The commit of this very code. Where it has no repository around it, what PRISM_COMMIT says, or null.
+
+    An installed package has none, even inside somebody else's repository; a copy sent to another machine may not.
+    """
     if _git(package, "ls-files", "--error-unmatch", "--", Path(__file__).name) is None:
-        return {"commit": None, "dirty": None}
+        return {"commit": os.environ.get("PRISM_COMMIT"), "dirty": None}
     changes = _git(package, "status", "--porcelain", "--", ".")
     return {"commit": _git(package, "rev-parse", "HEAD"), "dirty": None if changes is None else changes != ""}
 

@@ -181,6 +181,16 @@ def test_the_environment_tells_versions_and_no_secrets(run, monkeypatch):
     assert str(Path(__file__).parents[1]) not in text
 
 
+def test_code_without_a_repository_may_be_told_its_commit(tmp_path, monkeypatch):
+    from prism.environment import _commit
+
+    (tmp_path / "environment.py").touch()
+    monkeypatch.delenv("PRISM_COMMIT", raising=False)
+    assert _commit(tmp_path) == {"commit": None, "dirty": None}
+    monkeypatch.setenv("PRISM_COMMIT", "0123abc")
+    assert _commit(tmp_path) == {"commit": "0123abc", "dirty": None}
+
+
 def test_listing_runs_does_not_wait_for_torch(run):
     code = f"""import sys; from prism.runs import RunFolder
 assert RunFolder.open({str(run.path)!r}).checkpoint_steps() == []
