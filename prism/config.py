@@ -30,6 +30,8 @@ class ModelConfig(Settings):
     head_width: int = setting(32, low=1, high=65_536)
     feedforward: int = setting(4, low=1, high=1_024)  # its width, in multiples of `width`
     vocabulary: int = setting(64, low=2, high=1_048_576)
+    # A learned token before the first: what a head may look at to find that there is nothing where it looks.
+    start_token: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Dimensions: batch; time = tokens of this chunk; width = of the residual stream; 
 import math
 from dataclasses import dataclass, field
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -105,6 +106,8 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         nn.init.normal_(self.embedding.weight, std=config.width**-0.5)
+        if config.start_token:
+            self.start = nn.Parameter(torch.randn(config.width) * config.width**-0.5)
         for block in self.blocks:
             for last in (block.attention.out, block.feedforward[-1]):  # type: ignore[union-attr, index]
                 nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * config.layers))  # type: ignore[union-attr, arg-type]
@@ -113,16 +116,22 @@ class Transformer(nn.Module):
         self, tokens: Int[Tensor, "batch time"], cache: Cache | None = None
     ) -> Float[Tensor, "batch time vocabulary"]:
         """Logits of the token after each of `tokens`. With a cache the tokens continue what it has seen."""
-        stream = cache.stream if cache is not None else self.encoding.start(tokens.shape[1])
-        stream.time = tokens.shape[1]
-        x = self.embedding(tokens) * math.sqrt(self.config.width)
-        x = self.encoding.embed(x, stream)
+        stream = cache.stream if cache is not None else self._new_stream(tokens.shape[1])
+        x = self.embedding(tokens)
+        opens = self.config.start_token and stream.seen == 0
+        if opens:
+            x = torch.cat((self.start.expand(x.shape[0], 1, -1), x), dim=1)
+        stream.time = x.shape[1]
+        x = self.encoding.embed(x * math.sqrt(self.config.width), stream)
         for layer, block in enumerate(self.blocks):
             self.encoding.observe(x, layer, stream)
             x = block(x, self.encoding, stream, cache)
-        stream.seen += tokens.shape[1]
-        return self.norm(x) @ self.embedding.weight.T
+        stream.seen += x.shape[1]
+        return self.norm(x[:, 1:] if opens else x) @ self.embedding.weight.T
 
     def new_cache(self, capacity: int) -> Cache:
         """For generating, or reading in chunks, sequences of at most `capacity` tokens."""
-        return Cache(self.encoding.start(capacity))
+        return Cache(self._new_stream(capacity))
+
+    def _new_stream(self, capacity: int) -> Stream:
+        return self.encoding.start(capacity + self.config.start_token)

@@ -42,10 +42,12 @@ PRISM = {
 }
 
 
-def build(encoding: type[Encoding], config: Settings | None = None, seed: int = 0) -> Transformer:
+def build(
+    encoding: type[Encoding], config: Settings | None = None, seed: int = 0, start_token: bool = False
+) -> Transformer:
     """A small model in float64 whose parameters are all far from their start, so that every part has its say."""
     torch.manual_seed(seed)
-    size = ModelConfig(width=12, layers=4, heads=2, head_width=8, vocabulary=VOCABULARY)
+    size = ModelConfig(width=12, layers=4, heads=2, head_width=8, vocabulary=VOCABULARY, start_token=start_token)
     model = Transformer(size, encoding(12, 4, 2, 8, config)).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -66,7 +68,13 @@ options = [
 ]
 
 
-@pytest.fixture(params=[*found, *options])
+started = [
+    pytest.param((all_encodings()[name], config, 0, True), id=f"{name}, start token")
+    for name, config in (("nope", None), ("sinusoidal", None), ("prism", prism_config(copy_every=2, depths=(0, 2))))
+]
+
+
+@pytest.fixture(params=[*found, *options, *started])
 def model(request) -> Transformer:
     return build(*request.param)
 
@@ -93,7 +101,7 @@ def test_chunks_with_a_cache_give_what_the_whole_gives(model, sizes):
     whole, cache = model(tokens()), model.new_cache(TIME)
     parts = [model(chunk, cache) for chunk in tokens().split(sizes, dim=1)]
     assert_close(torch.cat(parts, 1), whole)
-    assert cache.stream.seen == TIME
+    assert cache.stream.seen == TIME + model.config.start_token
 
 
 def test_a_cached_key_is_as_wide_as_the_encoding_says(model):
@@ -127,7 +135,7 @@ def test_a_pass_leaves_nothing_behind(model):
 
 
 def test_weights_saved_and_loaded_are_the_same_model(model):
-    other = build(type(model.encoding), model.encoding.config, seed=1)
+    other = build(type(model.encoding), model.encoding.config, 1, model.config.start_token)
     assert relative_error(other(tokens()), model(tokens())) > 1e-3
     saved = {name: copy.deepcopy(tensor) for name, tensor in model.state_dict().items()}
     other.load_state_dict(saved, strict=True)

@@ -1,5 +1,6 @@
 """The Transformer, against a second implementation that reads the same weights; and the sinusoidal baseline."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -61,6 +62,17 @@ def plain_logits(state: dict[str, Tensor], ids: Tensor, added: Tensor | float = 
 def test_logits_are_those_of_a_plain_transformer():
     model = build(NoPE)
     assert_close(model(tokens()), plain_logits(model.state_dict(), tokens()))
+
+
+def test_a_start_token_is_one_more_symbol_in_front():
+    size = dataclasses.replace(SIZE, start_token=True)
+    model = Transformer(size, NoPE(WIDTH, LAYERS, HEADS, HEAD_WIDTH)).double()
+    state = model.state_dict()
+    start = state.pop("start")
+    state["embedding.weight"] = torch.cat((state["embedding.weight"], start[None]))
+    given = torch.cat((torch.full((len(tokens()), 1), VOCABULARY), tokens()), 1)
+    expected = plain_logits(state, given)[:, 1:, :VOCABULARY]
+    assert_close(model(tokens()), expected)
 
 
 def test_the_unembedding_is_the_embedding():

@@ -126,6 +126,7 @@ COPY = Row("laptop", "copy", 10, (  # the first and the last are the quickstart'
 GATES = (
     Model("local", "quick"),
     Model("landmark", "quick", changes={"positions.gates": "landmark"}),
+    Model("landmark-start", "quick", changes={"positions.gates": "landmark", "model.start_token": True}),
     Model("landmark-positions-only", "quick", changes={"positions.gates": "landmark", "positions.content": False}),
     Model("gru", "quick", changes={"positions.gates": "gru"}),
     Model("sinusoidal", "quick", "sinusoidal"),
