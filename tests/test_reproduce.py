@@ -19,6 +19,7 @@ from prism.reproduce.claims import CLAIMS
 from prism.reproduce.matrix import Cell, Model, Row, chosen, find_cell, matrix
 from prism.reproduce.page import draw_all
 from prism.reproduce.runner import Runner, train_cell
+from prism.reproduce.scan_lengths import lengths
 from prism.reproduce.status import Places, minutes_left, overview, standing
 from prism.runs import RunFolder
 from tests.small import prism_says
@@ -266,6 +267,7 @@ def test_the_page_says_what_was_measured_and_what_is_missing(places, small_matri
     page = (places.results.parent / "RESULTS.md").read_text()
     assert [path.name for path in written] == [
         "RESULTS.md", "paper-addition-2.png", "paper-addition-2.pdf", "laptop-copy-2.png", "laptop-copy-2.pdf",
+        "scan-lengths.png", "scan-lengths.pdf",
     ]
     results = [standing(small_matrix[place], places).result for place in (0, 3)]
     exact = [100 * one["final"]["test"]["2"]["exact"] for one in results]
@@ -281,6 +283,19 @@ def test_the_page_says_what_was_measured_and_what_is_missing(places, small_matri
     assert "- laptop/copy-2/nope: seed 1" in page
     assert draw_all(places.results) == written
     assert (places.results.parent / "RESULTS.md").read_text() == page
+
+
+def test_the_lengths_of_scan_are_those_of_its_pairs():
+    whole, outputs, inputs = lengths().values()
+    for counts in (whole, outputs, inputs):
+        assert {name: one.total() for name, one in counts.items()} == {"trained on": 16_990, "test": 3_920}
+    assert (max(whole["trained on"]), min(whole["test"]), max(whole["test"])) == (80, 54, 107)
+    assert sum(count for tokens, count in whole["test"].items() if tokens > 80) == 1_352
+    assert max(inputs["test"]) == max(inputs["trained on"]) == 9
+    total = {name: sum(tokens * count for tokens, count in one.items()) for name, one in whole.items()}
+    for name, tokens in total.items():  # every token is left of the =, right of it, or the =
+        parts = [sum(size * count for size, count in part[name].items()) for part in (outputs, inputs)]
+        assert sum(parts) + whole[name].total() == tokens
 
 
 def test_a_damaged_result_is_named(places, small_matrix):

@@ -97,6 +97,11 @@ class ScanCot(Task):
         return {"test set": test.examples, "longer than training": longer}
 
 
+def split_examples(split: Split) -> tuple[Example, ...]:
+    """All pairs of a split, the shortest sequence first."""
+    return _pools()[split].examples
+
+
 class _Clause(NamedTuple):
     thought: str  # its phrases, written out
     performance: str  # each phrase as a heading, with its actions
