@@ -1,10 +1,13 @@
 """The scan's Triton kernels against Algorithm 1 in float64: compiled on a GPU, by Triton's interpreter without one."""
 
+from functools import partial
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from prism.bench.scan import Inputs, Kernels, Size
 from prism.errors import UserError
 from prism.ops import histogram_triton
 from prism.ops.histogram import MOST_BINS, branch_weights, histogram_scan, one_hot_start
@@ -96,6 +99,25 @@ def test_nothing_to_scan():
         out, gradients = run(random_case(*shape), torch.float32, "triton")
         assert out.shape == shape
         assert all(not g.any() for g in gradients)
+
+
+@pytest.fixture(scope="module")
+def addition():
+    """A few chains of the paper's addition step, T = 85 and L = 171, and what float64 makes of them."""
+    size = Size("", 1, 4, 85) if DEVICE.type == "cpu" else Size("", 4, 280, 85)
+    exact = Inputs(size, DEVICE, torch.float64).both_ways(partial(histogram_scan, method="reference"))
+    return Inputs(size, DEVICE), exact
+
+
+@pytest.mark.parametrize("rows", [torch.float32, torch.float16], ids=str)
+def test_the_accuracy_promised_at_the_papers_size(addition, rows):
+    """Histograms, and the gradients of the gates' weights and of gamma, by the precision of the rows kept."""
+    inputs, exact = addition
+    whole = rows == torch.float32
+    found = inputs.both_ways(partial(histogram_scan, method="triton")) if whole else Kernels(inputs).both_ways()
+    allowed = (SCAN_HISTOGRAM if whole else SCAN_GRADIENT[rows], SCAN_GRADIENT[rows], SCAN_GRADIENT[rows])
+    for name, actual, expected, bound in zip(("histograms", "weights", "gamma"), found, exact, allowed, strict=True):
+        assert_close(actual, expected, tolerance=bound, what=name)
 
 
 # --- 16-bit rows, as training keeps them ---
