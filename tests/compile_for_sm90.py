@@ -87,12 +87,12 @@ def facts(cubin: bytes) -> dict[str, Any]:
     }
 
 
-def scans(bins: int, half: bool) -> None:
+def scans(bins: int, half: bool, batch: int = BATCH, time: int = TIME, cursors: int = CURSORS) -> None:
     form = layout(bins, half)
-    start, gamma = torch.rand(BATCH, CURSORS, bins), torch.rand(CURSORS) + 1
-    weights = torch.rand(BATCH, TIME, CURSORS, 6)
-    rows = torch.rand(BATCH, TIME, CURSORS, form.columns).to(form.dtype)
-    places, scales = torch.arange(CURSORS, dtype=torch.int32), torch.ones(BATCH, TIME, CURSORS)
+    start, gamma = torch.rand(batch, cursors, bins), torch.rand(cursors) + 1
+    weights = torch.rand(batch, time, cursors, 6)
+    rows = torch.rand(batch, time, cursors, form.columns).to(form.dtype)
+    places, scales = torch.arange(cursors, dtype=torch.int32), torch.ones(batch, time, cursors)
     normalisers = run_forward(start, weights, gamma, None, 0, 1e-8, form, rows, places)
     run_backward(
         start, weights, gamma, None, 0, 1e-8, form, rows, places, normalisers, rows.clone(), scales if half else None
@@ -107,14 +107,20 @@ def everything() -> dict[str, list[tuple[str, Any]]]:
         scans(bins, half)
         found[f"scan of {bins} bins"] = list(made)
     made.clear()
-    with torch.no_grad():
-        histogram_long.scan_long(torch.rand(2, 3, 8193), torch.rand(2, 3, 2, 6), torch.rand(3) + 1, None, 1e-8)
+    scans(9, False, 1, 1, 1)  # Triton makes constants of arguments that are 1: other code, which must compile too
+    histogram_long.scan_long(torch.rand(1, 1, 9), torch.rand(1, 1, 1, 6), torch.rand(1) + 1, None, 1e-8)
+    found["ones"] = list(made)
+    made.clear()
+    histogram_long.scan_long(torch.rand(2, 3, 8193), torch.rand(2, 3, 2, 6), torch.rand(3) + 1, None, 1e-8)
     logits = torch.rand(BATCH, TIME, CURSORS, 4)
     gate_triton.gate_weights_backward(logits, None, gate_triton.gate_weights(logits, None))
     query = torch.rand(BATCH, 7, 88, 32)
     bias = torch.rand(BATCH, 7, 88, 88)
     out, lse = attention_triton.attend(query, query, query, bias)
     attention_triton.attend_backward(out, query, query, query, bias, out, lse, True)
+    longer = torch.rand(BATCH, 7, 284, 32)
+    out, lse = attention_triton.attend(longer, longer, longer, None)
+    attention_triton.attend_backward(out, longer, longer, longer, None, out, lse, False)
     vectors = torch.rand(BATCH, 88, 14, 64).half()
     scores = attention_triton.position_scores(vectors, vectors, torch.rand(7, 2))
     attention_triton.position_gradients(scores, vectors, vectors, torch.rand(7, 2))

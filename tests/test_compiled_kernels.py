@@ -19,8 +19,8 @@ SPENT = [
     ("scan_forward", 577, 16.5, 2.2), ("scan_backward", 577, 43.5, 2.2),
 ]
 KERNELS = {
-    "scan_forward", "scan_backward", "_scan_rows", "_forward", "_backward", "_backward_rows", "_position_forward",
-    "_position_backward",
+    "scan_forward", "scan_backward", "_scan_rows", "_forward", "_backward", "_backward_rows", "_backward_keys",
+    "_position_forward", "_position_backward",
 }
 
 

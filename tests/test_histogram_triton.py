@@ -78,6 +78,21 @@ def test_from_a_one_hot_start_to_the_clamps(epsilon):
         assert_no_worse(a, r, e, name, than=4)  # piled up at the edge, the start hardly matters: all is cancellation
 
 
+@pytest.mark.filterwarnings("ignore:divide by zero encountered in log2:RuntimeWarning")  # the interpreter's numpy
+def test_gradients_are_finite_at_epsilon_zero():
+    case = random_case(1, 2, 2, 9)
+    start = one_hot_start(1, 2, 4, dtype=torch.float64, device=torch.device("cpu"))
+    case = case._replace(start=start, gamma=torch.tensor([2.0, 3.0], dtype=torch.float64))
+    inputs = leaves(case, torch.float32)
+    upstream = torch.randn(1, 2, 2, 9, generator=torch.Generator().manual_seed(7)).to(DEVICE)
+    found, expected = (
+        torch.autograd.grad(histogram_scan(*inputs, None, 0.0, method), inputs, upstream)
+        for method in ("triton", "adjoint")
+    )
+    for name, actual, adjoint in zip(NAMES, found, expected, strict=False):
+        assert_close(actual, adjoint, tolerance=1e-4, what=name)
+
+
 def test_a_large_exponent_does_not_underflow():
     # 0.2^60 and less in every bin is nothing in float32; the largest bin must still win.
     case = random_case(1, 2, 3, 21)._replace(gamma=torch.tensor([60.0, 90.0], dtype=torch.float64))

@@ -102,10 +102,11 @@ def gate_weights(logits: Tensor, no_copy: Tensor | None) -> Tensor:
     out = logits.new_empty(batch, time, cursors, 6, dtype=torch.float32)
     if out.numel():
         kept = None if no_copy is None else no_copy.contiguous()
-        _forward[_grid(logits)](
-            logits, logits if kept is None else kept, out, batch * time, cursors, _row_stride(logits),
-            COPY=kept is not None, BLOCK=BLOCK,
-        )
+        with torch.cuda.device_of(logits):
+            _forward[_grid(logits)](
+                logits, logits if kept is None else kept, out, batch * time, cursors, _row_stride(logits),
+                COPY=kept is not None, BLOCK=BLOCK,
+            )
     return out
 
 
@@ -123,10 +124,11 @@ def gate_weights_backward(logits: Tensor, no_copy: Tensor | None, upstream: Tens
     of_no_copy = of_logits.new_empty((batch, time, cursors) if no_copy is not None else (0,))
     if of_logits.numel():
         kept = None if no_copy is None else no_copy.contiguous()
-        _backward[_grid(logits)](
-            logits, logits if kept is None else kept, upstream.contiguous(), of_logits, of_no_copy, batch * time,
-            cursors, _row_stride(logits), COPY=kept is not None, BLOCK=BLOCK,
-        )
+        with torch.cuda.device_of(logits):
+            _backward[_grid(logits)](
+                logits, logits if kept is None else kept, upstream.contiguous(), of_logits, of_no_copy, batch * time,
+                cursors, _row_stride(logits), COPY=kept is not None, BLOCK=BLOCK,
+            )
     return of_logits, of_no_copy
 
 

@@ -58,7 +58,10 @@ def scan_with_adjoint(
     return histograms.view(time, bins, batch, cursors).permute(2, 3, 0, 1)
 
 
-def _blocks(bins: int, chains: int) -> list[slice]:
+def _blocks(start: Row) -> list[slice]:
+    bins, chains = start.shape
+    if start.is_cuda:  # no cache to stay in, and every block is launches of its own
+        return [slice(0, chains)]
     # Few, even blocks: a last block of a handful of chains would cost as many kernel launches as a full one.
     count = max(1, round(bins * chains / BLOCK_ELEMENTS))
     size = max(1, -(-chains // count))
@@ -102,7 +105,7 @@ def _windows(reach: int, time: int, bins: int) -> list[Window]:
 def _reach(start: Row, gamma: Float[Tensor, " n"], epsilon: float, anywhere: bool) -> int:
     """How far from the middle the start has mass; all the way, where the floor is to be computed bin by bin."""
     bins = start.shape[0]
-    if anywhere or start.dtype != torch.float32 or gamma.numel() == 0:
+    if anywhere or start.dtype != torch.float32 or gamma.numel() == 0 or start.is_cuda:  # which would have to wait
         return bins
     floor = epsilon * bins  # to the power gamma: the mass of a floor under a histogram as flat as can be
     if floor >= 1 or (epsilon and -math.log(epsilon) * floor ** float(gamma.min()) > FLOOR_WEIGHT):
@@ -202,10 +205,10 @@ class _Scan(torch.autograd.Function):
     ) -> Float[Tensor, "time bins n"]:
         time, (bins, chains) = weights.shape[0], start.shape
         histograms = start.new_empty(time, bins, chains)
-        scaled, eps = _with_total(weights, start.sum(0)), start.new_tensor(epsilon)
+        scaled, eps = _with_total(weights, start.sum(0)), start.new_full((), epsilon)
         anywhere = copied is not None or ctx.needs_input_grad[0]  # type: ignore[attr-defined]
         windows = _windows(_reach(start, gamma, epsilon, anywhere), time, bins)
-        for block in _blocks(bins, chains):
+        for block in _blocks(start):
             previous, exponent = start[:, block], gamma[block]
             moved = torch.empty_like(previous)
             for t, window in enumerate(windows):
@@ -222,15 +225,15 @@ class _Scan(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: FunctionCtx, upstream: Float[Tensor, "time bins n"]) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         start, weights, gamma, copied, histograms = ctx.saved_tensors  # type: ignore[attr-defined]
-        eps = start.new_tensor(ctx.epsilon)  # type: ignore[attr-defined]
+        epsilon = ctx.epsilon  # type: ignore[attr-defined]
         total = start.sum(0)
         scaled = _with_total(weights, total)
         grad_weights, grad_gamma = torch.empty_like(weights), torch.zeros_like(gamma)
         grad_start = torch.empty_like(start) if ctx.needs_input_grad[0] else None  # type: ignore[attr-defined]
         grad_copied = None if copied is None else torch.empty_like(copied)
-        for block in _blocks(*start.shape):
+        for block in _blocks(start):
             carried = _backward_block(
-                _Block(start, scaled, copied, histograms, upstream, block), ctx.windows, gamma[block], eps,  # type: ignore[attr-defined]
+                _Block(start, scaled, copied, histograms, upstream, block), ctx.windows, gamma[block], epsilon,  # type: ignore[attr-defined]
                 grad_weights[:, :, block], grad_gamma[block],
                 None if grad_copied is None else grad_copied[:, :, block],
             )
@@ -263,7 +266,7 @@ def _backward_block(
     scan: _Block,
     windows: list[Window],
     gamma: Float[Tensor, " n"],
-    eps: Tensor,
+    epsilon: float,
     grad_weights: Float[Tensor, "time 6 n"],
     grad_gamma: Float[Tensor, " n"],
     grad_copied: Float[Tensor, "time bins n"] | None,
@@ -275,7 +278,7 @@ def _backward_block(
     time = len(windows)
     x, a, scratch = (torch.empty_like(scan.start) for _ in range(3))
     row = torch.empty_like(gamma)
-    tiny = torch.finfo(x.dtype).tiny
+    eps, tiny = x.new_full((), epsilon), torch.finfo(x.dtype).tiny
     carried = scan.upstream[time - 1].clone() if time else torch.zeros_like(scan.start)
     for t in reversed(range(time)):
         window, rows = windows[t], windows[t].rows
@@ -284,7 +287,7 @@ def _backward_block(
         torch.sum(scratch[rows], 0, out=row)
         torch.addcmul(scratch[rows], histogram, row, value=-1, out=a[rows])  # h' d
         _move(x, previous, scan.weights[t], None if scan.copied is None else scan.copied[t], eps, window)
-        if eps == 0:  # an empty bin has no logarithm, and no gradient
+        if epsilon == 0:  # an empty bin has no logarithm, and no gradient
             x[rows].clamp_min_(tiny)
         torch.log(x[rows], out=scratch[rows]).mul_(a[rows])
         torch.sum(scratch[rows], 0, out=row)

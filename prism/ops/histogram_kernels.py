@@ -270,7 +270,7 @@ def scan_forward(
             h = h + (powers[k] * inverse,)
         _store_row(row, h, lane, inside, K, LANES, HALF, FAST)
         tl.store(normaliser, shift + _log2(total, FAST), first_lane)
-        row += slots.to(tl.int64) * (K * LANES)
+        row += slots * (K * LANES)
         normaliser += cursors
         w = following
 
@@ -416,8 +416,8 @@ def scan_backward(
             h = _natural_row(origin, lane, inside, K, L)
             total = tl.sum(_tree_sum(h, K), 0, keep_dims=True) + tl.zeros([LANES, CHAINS], tl.float32)
         # What the step before this one needs is asked for now, so that it is there in time.
-        row -= slots.to(tl.int64) * (K * LANES)
-        incoming -= slots.to(tl.int64) * (K * LANES)
+        row -= slots * (K * LANES)
+        incoming -= slots * (K * LANES)
         scale -= slots
         weight -= weight_t
         normaliser -= cursors

@@ -83,7 +83,7 @@ def _scan_rows(start, weights, gamma, copied, rows, cursors, time, weight_b, wei
         tl.debug_barrier()  # the next step's neighbours are other threads' bins
         total = 1.0
         previous = row
-        row += cursors.to(tl.int64) * L
+        row += cursors * L
         weight += weight_t
         copying += copied_t
 

@@ -4,7 +4,7 @@ Dimensions: batch; cursors; time; bins; slots = cursors that share a tensor of r
 is told; columns = bins in the order of the kernel's lanes, padded.
 """
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from prism.errors import UserError
 from prism.ops.histogram_kernels import scan_backward, scan_forward
 
 INTERPRETED = not isinstance(scan_forward, triton.JITFunction)  # TRITON_INTERPRET=1: for tests without a GPU
+LEAST = 1e-37  # stands in for an epsilon of 0 on the way back, where 0 times its logarithm would be NaN
 PER_LANE = 24  # bins a thread holds while registers last; the backward needs about seven numbers for each
 
 
@@ -59,7 +60,7 @@ def row_order(form: Layout) -> Int[Tensor, " columns"]:
     return bin_.clamp_max(form.bins)
 
 
-@lru_cache(maxsize=256)
+@cache  # for good: a CUDA graph knows it by its address alone
 def _columns_of_bins(form: Layout, device: torch.device) -> Int[Tensor, " bins"]:
     return row_order(form).argsort(stable=True)[: form.bins].to(device)
 
@@ -95,13 +96,14 @@ def run_forward(
         return normalisers
     start, gamma = start.contiguous(), gamma.contiguous()
     chains = batch * cursors
-    scan_forward[(triton.cdiv(chains, form.chains),)](
-        start, weights, gamma, start if copied is None else copied, places, rows, normalisers,
-        chains, cursors, rows.shape[2], time, weights.stride(0), weights.stride(2), weights.stride(1),
-        weights.stride(3), *_copy_arguments(copied, first), epsilon,
-        L=form.bins, K=form.per_lane, LANES=form.lanes, CHAINS=form.chains, COPY=copied is not None,
-        HALF=form.half, FAST=not INTERPRETED, num_warps=1,
-    )
+    with torch.cuda.device_of(start):
+        scan_forward[(triton.cdiv(chains, form.chains),)](
+            start, weights, gamma, start if copied is None else copied, places, rows, normalisers,
+            chains, cursors, rows.shape[2], time, weights.stride(0), weights.stride(2), weights.stride(1),
+            weights.stride(3), *_copy_arguments(copied, first), epsilon,
+            L=form.bins, K=form.per_lane, LANES=form.lanes, CHAINS=form.chains, COPY=copied is not None,
+            HALF=form.half, FAST=not INTERPRETED, num_warps=1,
+        )
     return normalisers
 
 
@@ -130,15 +132,16 @@ def run_backward(
         return zeros[0], zeros[1], zeros[2], None if copied is None else torch.zeros_like(copied)
     start, gamma = start.contiguous(), gamma.contiguous()
     chains = batch * cursors
-    scan_backward[(triton.cdiv(chains, form.chains),)](
-        start, weights, gamma, start if copied is None else copied, places, rows, normalisers,
-        upstream, normalisers if scales is None else scales,
-        grad_start, grad_weights, grad_gamma, grad_gamma if grad_copied is None else grad_copied,
-        chains, cursors, rows.shape[2], time, weights.stride(0), weights.stride(2), weights.stride(1),
-        weights.stride(3), *_copy_arguments(copied, first), epsilon,
-        L=form.bins, K=form.per_lane, LANES=form.lanes, CHAINS=form.chains, COPY=copied is not None,
-        HALF=form.half, HALF_UPSTREAM=upstream.dtype == torch.float16, FAST=not INTERPRETED, num_warps=1,
-    )
+    with torch.cuda.device_of(start):
+        scan_backward[(triton.cdiv(chains, form.chains),)](
+            start, weights, gamma, start if copied is None else copied, places, rows, normalisers,
+            upstream, normalisers if scales is None else scales,
+            grad_start, grad_weights, grad_gamma, grad_gamma if grad_copied is None else grad_copied,
+            chains, cursors, rows.shape[2], time, weights.stride(0), weights.stride(2), weights.stride(1),
+            weights.stride(3), *_copy_arguments(copied, first), max(epsilon, LEAST),
+            L=form.bins, K=form.per_lane, LANES=form.lanes, CHAINS=form.chains, COPY=copied is not None,
+            HALF=form.half, HALF_UPSTREAM=upstream.dtype == torch.float16, FAST=not INTERPRETED, num_warps=1,
+        )
     return grad_start, grad_weights, grad_gamma.sum(0), None if grad_copied is None else grad_copied.transpose(1, 2)
 
 

@@ -11,7 +11,7 @@ bins in the order of the kernel's lanes; rank = columns of the low-rank table, p
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +54,8 @@ def position_bias(
     )[0]
 
 
-@lru_cache(maxsize=64)
+# Tables are kept for good: a CUDA graph knows them by their address alone. Each is a few hundred kilobytes.
+@cache
 @torch.inference_mode(False)
 def _table(capacity: int, pe_width: int, device: torch.device) -> Float[Tensor, "columns rank"]:
     """The low-rank table with its rows in the kernel's order: zero for padding, and padded to whole tiles."""
@@ -62,7 +63,7 @@ def _table(capacity: int, pe_width: int, device: torch.device) -> Float[Tensor, 
     return factor[row_order(layout(2 * capacity + 1, half=True))].to(device, torch.float16)
 
 
-@lru_cache(maxsize=64)
+@cache
 @torch.inference_mode(False)
 def _increments(capacity: int, pe_width: int, time: int, device: torch.device) -> Float[Tensor, "time rank"]:
     """The vectors of a cursor that always increments: one-hot at offset t + 1."""

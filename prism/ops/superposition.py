@@ -4,7 +4,7 @@ Dimensions: bins = 2P + 1 offsets; width = d_pe; rank = columns of the low-rank 
 """
 
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Literal
 
 import torch
@@ -48,12 +48,13 @@ def low_rank_table(capacity: int, width: int, tolerance: float = SCORE_TOLERANCE
     return factor[:, :rank].contiguous()
 
 
-@lru_cache(maxsize=64)
+@cache
 @torch.inference_mode(False)
 def table_on(
     capacity: int, width: int, low_rank: bool, dtype: torch.dtype, device: torch.device
 ) -> Float[Tensor, "bins columns"]:
-    """E or its low-rank factor, where it is needed: copied there once, not once a step."""
+    """E or its low-rank factor, where it is needed: copied there once, and kept for good, since a CUDA graph knows it
+    by its address alone."""
     return (low_rank_table if low_rank else sinusoid_table)(capacity, width).to(device, dtype)
 
 
