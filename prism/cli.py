@@ -185,7 +185,7 @@ def figures(runs: Runs, out: str = "figures") -> None:
         print(*drawing.files, "", sep="\n")
 
 
-def bench(repeats: int = 5, out: str = "results/bench", device: Text = None) -> None:
+def bench(repeats: int = 5, out: str = "results/bench", only: Texts = (), device: Text = None) -> None:
     """Measure this machine: the histogram scan's forms, training steps, long evaluations, generation, batches.
 
     Example: prism bench
@@ -193,12 +193,13 @@ def bench(repeats: int = 5, out: str = "results/bench", device: Text = None) -> 
     Args:
         repeats: timings of each; the median is shown, with the spread.
         out: folder for the JSON.
+        only: sections: scans, growth, steps, runs, evaluations, generations, batches_per_second; default: all.
         device: cpu or cuda; default: the GPU if there is one.
     """
     from prism.bench import run
     from prism.device import pick_device
 
-    run(repeats, Path(out), pick_device(device))
+    run(repeats, Path(out), pick_device(device), only)
 
 
 def reproduce(

@@ -9,7 +9,7 @@ import torch
 import prism.bench
 from prism.bench.ceilings import Ceilings
 from prism.bench.model import StepCase
-from prism.bench.scan import AGREEMENT, Inputs, Kernels, Size, compiled_scan
+from prism.bench.scan import AGREEMENT, Inputs, Size, _by, _kernels, compiled_scan, forms_on
 from prism.bench.timing import Timing, time_in_turn
 from prism.errors import RunError, UserError
 from prism.ops import histogram_adjoint
@@ -39,6 +39,7 @@ def test_what_is_written_is_what_is_printed(tmp_path, capsys):
     (scan,) = report["scans"]
     assert list(scan["forms"]) == ["adjoint", "reference"]
     assert all(len(one["seconds"]) == 2 and max(one["errors"]) < 2e-5 for one in scan["forms"].values())
+    assert all(section in report for section in prism.bench.SECTIONS if section != "runs")
     assert f"{scan['ratios']['reference']:.1f} times as fast as reference" in printed
     assert [row["size"]["time"] for row in report["growth"]] == [4, 8]
     assert f"{1e3 * report['steps'][0]['median']:.3f} ms" in printed
@@ -68,20 +69,32 @@ def test_repeats_below_one_are_refused(tmp_path):
         prism.bench.run(0, tmp_path, "cpu")
 
 
-def test_the_kernels_are_timed_as_training_runs_them():
-    """By Triton's interpreter here: 16-bit rows both ways give what the reference gives."""
+@pytest.mark.usefixtures("tiny_plan")
+def test_a_section_alone_and_one_that_is_not_there(tmp_path):
+    assert set(prism.bench.run(1, tmp_path, "cpu", ("generations",))) == {
+        "environment", "device", "repeats", "generations"
+    }
+    with pytest.raises(UserError, match="unknown section 'scan'; did you mean 'scans'"):
+        prism.bench.run(1, tmp_path, "cpu", ("scan",))
+
+
+@pytest.mark.parametrize("name", ["kernels, 16-bit rows", "kernels, float32", "adjoint", "reference"])
+def test_every_form_gives_what_float64_gives(name):
+    """The kernels by Triton's interpreter here."""
     pytest.importorskip("triton")
-    size = Size("", 2, 3, 5)
-    inputs = Inputs(size, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    exact = Inputs(size, CPU, torch.float64).both_ways(partial(histogram_scan, method="reference"))
-    for found, expected in zip(Kernels(inputs).both_ways(), exact, strict=True):
-        assert_close(found, expected, tolerance=AGREEMENT[torch.float16])
+    makes = {**forms_on(CPU), "kernels, 16-bit rows": _kernels, "kernels, float32": _by("triton")}
+    inputs = Inputs(Size("", 2, 3, 5), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    exact = inputs.exact().by(partial(histogram_scan, method="reference"))
+    form = makes[name](inputs)
+    for found, expected in zip(form.found(form.call()), exact, strict=True):
+        assert found.shape == expected.shape
+        assert_close(found, expected, tolerance=AGREEMENT[torch.float16 if "16-bit" in name else torch.float32])
 
 
 def test_the_loop_that_is_compiled_is_the_reference():
     inputs = Inputs(TINY, CPU)
-    looped = inputs.both_ways(partial(compiled_scan, step=histogram_step))
-    for found, expected in zip(looped, inputs.both_ways(partial(histogram_scan, method="reference")), strict=True):
+    looped = inputs.by(partial(compiled_scan, step=histogram_step))
+    for found, expected in zip(looped, inputs.by(partial(histogram_scan, method="reference")), strict=True):
         assert_close(found, expected)
 
 

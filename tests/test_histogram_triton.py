@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from prism.bench.scan import Inputs, Kernels, Size
+from prism.bench.scan import Inputs, Size, _by, _kernels
 from prism.errors import UserError
 from prism.ops import histogram_triton
 from prism.ops.histogram import MOST_BINS, branch_weights, histogram_scan, one_hot_start
@@ -119,9 +119,8 @@ def test_nothing_to_scan():
 @pytest.fixture(scope="module")
 def addition():
     """A few chains of the paper's addition step, T = 85 and L = 171, and what float64 makes of them."""
-    size = Size("", 1, 4, 85) if DEVICE.type == "cpu" else Size("", 4, 280, 85)
-    exact = Inputs(size, DEVICE, torch.float64).both_ways(partial(histogram_scan, method="reference"))
-    return Inputs(size, DEVICE), exact
+    inputs = Inputs(Size("", 1, 4, 85) if DEVICE.type == "cpu" else Size("", 4, 280, 85), DEVICE)
+    return inputs, inputs.exact().by(partial(histogram_scan, method="reference"))
 
 
 @pytest.mark.parametrize("rows", [torch.float32, torch.float16], ids=str)
@@ -129,7 +128,8 @@ def test_the_accuracy_promised_at_the_papers_size(addition, rows):
     """Histograms, and the gradients of the gates' weights and of gamma, by the precision of the rows kept."""
     inputs, exact = addition
     whole = rows == torch.float32
-    found = inputs.both_ways(partial(histogram_scan, method="triton")) if whole else Kernels(inputs).both_ways()
+    form = (_by("triton") if whole else _kernels)(inputs)
+    found = form.found(form.call())
     allowed = (SCAN_HISTOGRAM if whole else SCAN_GRADIENT[rows], SCAN_GRADIENT[rows], SCAN_GRADIENT[rows])
     for name, actual, expected, bound in zip(("histograms", "weights", "gamma"), found, exact, allowed, strict=True):
         assert_close(actual, expected, tolerance=bound, what=name)

@@ -3,10 +3,10 @@
 A plan says what is worth measuring on a device; each part prints its lines and gives its rows for the JSON file.
 """
 
-import json
 import re
 import statistics
 import time
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,9 @@ from prism.bench.ceilings import measure_ceilings
 from prism.bench.model import StepCase, measure_evaluation, measure_generation, measure_run, measure_step
 from prism.bench.scan import Size, growth, measure
 from prism.data import batch
-from prism.disk import explained
+from prism.disk import explained, replace_file, to_json
 from prism.environment import describe_environment
-from prism.errors import UserError
+from prism.errors import UserError, unknown
 from prism.tasks import Task, all_tasks
 
 
@@ -76,47 +76,61 @@ def gpu_plan() -> Plan:
     )
 
 
-def run(repeats: int, out: Path, device_name: str) -> dict[str, Any]:
-    """Measures, prints as it goes, and writes the JSON, and a figure of the growth."""
+SECTIONS = ("scans", "growth", "steps", "runs", "evaluations", "generations", "batches_per_second")
+
+
+def run(repeats: int, out: Path, device_name: str, only: Collection[str] = ()) -> dict[str, Any]:
+    """Measures, prints as it goes, and writes the JSON after every section, so that a cut leaves what was done."""
     if repeats < 1:
         raise UserError(f"--repeats must be at least 1, got {repeats}")
+    for name in only:
+        if name not in SECTIONS:
+            raise unknown("section", name, SECTIONS)
     device = torch.device(device_name)
     on_gpu = device.type == "cuda"
     plan = gpu_plan() if on_gpu else cpu_plan()
     name = torch.cuda.get_device_name(device) if on_gpu else "cpu"
     where = name if on_gpu else f"CPU, {torch.get_num_threads()} threads"
     print(f"{where}; median of {repeats} (min - max)", flush=True)
-    report = {"environment": describe_environment(), "device": name, "repeats": repeats,
-              **_measured(plan, repeats, device)}
-    stem = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    path = out / f"{stem}.json"
-    with explained("write", path):
-        out.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1) + "\n")
+    path = out / (re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".json")
+    report = {"environment": describe_environment(), "device": name, "repeats": repeats}
+    for key, found in _measured(plan, repeats, device, only or SECTIONS):
+        report[key] = found
+        with explained("write", path):
+            out.mkdir(parents=True, exist_ok=True)
+            replace_file(path, to_json(report, path.name, indent=1))
     print(f"\n{path}")
     return report
 
 
-def _measured(plan: Plan, repeats: int, device: torch.device) -> dict[str, Any]:
-    ceilings = measure_ceilings(device, repeats) if device.type == "cuda" else None
-    found: dict[str, Any] = {"ceilings": None if ceilings is None else ceilings.to_json()}
-    print("\n== histogram scan, forward and backward ==")
-    found["scans"] = [measure(size, repeats, device, ceilings) for size in plan.scans]
-    found["growth"] = growth(plan.growth, repeats, device, ceilings)
-    print("\n== training step: forward, backward, clipping, both optimiser groups ==")
-    found["steps"] = [measure_step(case, repeats, device) for case in plan.steps]
-    if plan.runs:
+def _measured(
+    plan: Plan, repeats: int, device: torch.device, only: Collection[str]
+) -> Iterator[tuple[str, dict[str, Any] | list[Any]]]:
+    ceilings = None
+    if device.type == "cuda" and {"scans", "growth"} & set(only):
+        ceilings = measure_ceilings(device, repeats)
+        yield "ceilings", ceilings.to_json()
+    if "scans" in only:
+        print("\n== histogram scan, forward and backward ==")
+        yield "scans", [measure(size, repeats, device, ceilings) for size in plan.scans]
+    if "growth" in only:
+        print("\n== the scan's growth with time and batch ==")
+        yield "growth", growth(plan.growth, repeats, device, ceilings)
+    if "steps" in only:
+        print("\n== training step: forward, backward, clipping, both optimiser groups ==")
+        yield "steps", [measure_step(case, repeats, device) for case in plan.steps]
+    if "runs" in only and plan.runs:
         print("\n== training as prism train does it, batches drawn meanwhile ==")
-    found["runs"] = [measure_run(case, steps, device) for case, steps in plan.runs]
-    print("\n== evaluation beyond the training length ==")
-    found["evaluations"] = [measure_evaluation(*one, device) for one in plan.evaluations]
-    print("\n== generation ==")
-    found["generations"] = [measure_generation(*one, repeats, device) for one in plan.generations]
-    print("\n== batches of 100 a second, drawn and collated by one thread, at each task's training length ==")
-    found["batches_per_second"] = {
-        name: _batches_per_second(task(), repeats) for name, task in all_tasks().items()
-    }
-    return found
+        yield "runs", [measure_run(case, steps, device) for case, steps in plan.runs]
+    if "evaluations" in only:
+        print("\n== evaluation beyond the training length ==")
+        yield "evaluations", [measure_evaluation(*one, device) for one in plan.evaluations]
+    if "generations" in only:
+        print("\n== generation ==")
+        yield "generations", [measure_generation(*one, repeats, device) for one in plan.generations]
+    if "batches_per_second" in only:
+        print("\n== batches of 100 a second, drawn and collated by one thread, at each task's training length ==")
+        yield "batches_per_second", {name: _batches_per_second(task(), repeats) for name, task in all_tasks().items()}
 
 
 def _batches_per_second(task: Task, repeats: int, batches: int = 100) -> float:

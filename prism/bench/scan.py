@@ -4,7 +4,7 @@ Dimensions: batch; cursors; time; bins = 2 time + 1.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -20,10 +20,10 @@ from prism.ops.histogram import Method, histogram_scan, histogram_step, one_hot_
 
 # ||out - ref|| / ||ref|| against float64: float32 forms, and forms that keep histograms in 16 bits.
 AGREEMENT = {torch.float32: 2e-5, torch.float16: 5e-4}
-CHECKED_BATCH = 2  # sequences on which forms are compared before they are timed
+CHECKED_CURSORS = 8  # of one sequence, on which forms are compared with float64 before they are timed
+REPLAYED = 1e-6  # ... and a captured form with itself, at the whole size
 
-Gradients = list[Tensor]
-Form = Callable[[], Gradients]  # forward and backward: the histograms, and the gradients of weights and gamma
+Gradients = list[Tensor]  # the histograms, and the gradients of weights and gamma
 
 
 @dataclass(frozen=True)
@@ -44,22 +44,43 @@ class Size:
         return self.batch * self.cursors * self.time * self.bins
 
 
+@dataclass(frozen=True)
+class Form:
+    """A way to scan forward and backward."""
+
+    call: Call  # what is timed
+    found: Callable[[Any], Gradients] = list  # what it returned, as all forms have it
+    captured: bool = True  # on a GPU, as a CUDA graph
+
+
 class Inputs:
     """What a scan of this size takes, from one-hot starts, and a gradient to send back."""
 
     def __init__(self, size: Size, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device)
+
         self.size, self.device = size, device
         self.start = one_hot_start(size.batch, size.cursors, size.time, dtype=dtype, device=device)
-        logits = torch.randn(size.batch, size.time, size.cursors, 6, generator=generator).to(device, dtype)
+        logits = normal(size.batch, size.time, size.cursors, 6).to(dtype)
         self.weights = torch.softmax(logits, -1).transpose(1, 2).requires_grad_()
-        self.gamma = (1.5 + 2 * torch.rand(size.cursors, generator=generator)).to(device, dtype).requires_grad_()
-        upstream = torch.randn(size.time, size.bins, size.batch, size.cursors, generator=generator)
-        self.upstream = upstream.to(device, dtype).permute(2, 3, 0, 1)
+        self.gamma = (1.5 + normal(size.cursors).abs()).to(dtype).requires_grad_()
+        self.upstream = normal(size.batch, size.time, size.cursors, size.bins).to(dtype).transpose(1, 2)
 
-    def both_ways(self, scan: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Gradients:
+    def exact(self) -> "Inputs":
+        """The same numbers in float64."""
+        other = object.__new__(Inputs)
+        other.size, other.device = self.size, self.device
+        other.start, other.upstream = self.start.double(), self.upstream.double()
+        other.weights, other.gamma = (one.detach().double().requires_grad_() for one in (self.weights, self.gamma))
+        return other
+
+    def by(self, scan: Callable[[Tensor, Tensor, Tensor], Tensor], upstream: Tensor | None = None) -> Gradients:
         histograms = scan(self.start, self.weights, self.gamma)
-        return [histograms.detach(), *torch.autograd.grad(histograms, (self.weights, self.gamma), self.upstream)]
+        given = self.upstream if upstream is None else upstream
+        return [histograms.detach(), *torch.autograd.grad(histograms, (self.weights, self.gamma), given)]
 
 
 class Kernels:
@@ -95,51 +116,70 @@ class Kernels:
         )
         return weights, gamma
 
-    def both_ways(self) -> Gradients:
+    def both_ways(self) -> tuple[Tensor, Tensor]:
         self.normalisers = self.forward()
-        weights, gamma = self.backward()
+        return self.backward()
+
+    def found(self, made: tuple[Tensor, Tensor]) -> Gradients:
+        weights, gamma = made
         return [self.rows[..., self.columns].transpose(1, 2), weights.transpose(1, 2), gamma]
+
+
+def _kernels(inputs: Inputs) -> Form:
+    kernels = Kernels(inputs)
+    return Form(kernels.both_ways, kernels.found)
+
+
+def _adjoint(inputs: Inputs) -> Form:
+    """With an upstream gradient that lies as its histograms do, as training's does."""
+    upstream = inputs.upstream.permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1)
+    return Form(partial(inputs.by, partial(histogram_scan, method="adjoint"), upstream))
+
+
+def _by(method: Method, captured: bool = True) -> Callable[[Inputs], Form]:
+    return lambda inputs: Form(partial(inputs.by, partial(histogram_scan, method=method)), captured=captured)
+
+
+def _compiled(inputs: Inputs) -> Form:
+    step = torch.compile(histogram_step, dynamic=False)
+    return Form(partial(inputs.by, partial(compiled_scan, step=step)))
 
 
 def compiled_scan(start: Tensor, weights: Tensor, gamma: Tensor, step: Callable[..., Tensor]) -> Tensor:
     """The loop of the reference around a step that `torch.compile` has made."""
     histogram, histograms, per_chain = start, [], gamma.expand(start.shape[:2])
-    for t in range(weights.shape[2]):
-        histogram = step(histogram, weights[:, :, t], per_chain, None, 1e-8)
+    for now in weights.unbind(2):
+        histogram = step(histogram, now, per_chain, None, 1e-8)
         histograms.append(histogram)
     return torch.stack(histograms, dim=2)
 
 
-def forms_of(inputs: Inputs) -> dict[str, Form]:
-    """Every form of the scan there is on the device of the inputs; the first is what training takes."""
-
-    def by(method: Method) -> Form:
-        return partial(inputs.both_ways, partial(histogram_scan, method=method))
-
-    if inputs.device.type != "cuda" or not has_triton():
-        return {"adjoint": by("adjoint"), "reference": by("reference")}
-    step = torch.compile(histogram_step, dynamic=False)
+def forms_on(device: torch.device) -> dict[str, Callable[[Inputs], Form]]:
+    """Every form of the scan there is on a device; the first is what training takes."""
+    if device.type != "cuda" or not has_triton():
+        return {"adjoint": _adjoint, "reference": _by("reference")}
     return {
-        "kernels, 16-bit rows": Kernels(inputs).both_ways,
-        "kernels, float32": by("triton"),
-        "compiled, captured": partial(inputs.both_ways, partial(compiled_scan, step=step)),
-        "reference": by("reference"),
+        "kernels, 16-bit rows": _kernels, "kernels, float32": _by("triton"), "compiled, captured": _compiled,
+        "reference": _by("reference", captured=False),  # plain autograd, launches and all
     }
 
 
-def check(size: Size, device: torch.device) -> dict[str, list[float]]:
-    """The error of each form against float64, of histograms, weights' and gamma's gradient; refused if too large."""
-    few = Size(size.name, min(size.batch, CHECKED_BATCH), size.cursors, size.time)
-    exact = Inputs(few, device, torch.float64).both_ways(partial(histogram_scan, method="reference"))
+def check(size: Size, device: torch.device, names: Collection[str]) -> dict[str, list[float]]:
+    """The error of forms against float64, of histograms, weights' and gamma's gradient; refused if too large."""
+    few = Inputs(Size(size.name, 1, min(size.cursors, CHECKED_CURSORS), size.time), device)
+    exact = few.exact().by(partial(histogram_scan, method="reference"))
     errors = {}
-    for name, form in forms_of(Inputs(few, device)).items():
-        found = form()
-        errors[name] = [_relative_error(a, e) for a, e in zip(found, exact, strict=True)]
-        allowed = AGREEMENT[torch.float16 if "16-bit" in name else torch.float32]
-        if not max(errors[name]) < allowed:
-            raise RunError(f"the form '{name}' of the scan is wrong by {max(errors[name]):.1e} (relative norm, allowed "
-                           f"{allowed:.0e}): no times are given")
+    for name in names:
+        form = forms_on(device)[name](few)
+        errors[name] = [_relative_error(a, e) for a, e in zip(form.found(form.call()), exact, strict=True)]
+        _refuse(name, max(errors[name]), AGREEMENT[torch.float16 if "16-bit" in name else torch.float32])
     return errors
+
+
+def _refuse(name: str, error: float, allowed: float) -> None:
+    if not error < allowed:
+        raise RunError(f"the form '{name}' of the scan is wrong by {error:.1e} (relative norm, allowed {allowed:.0e}): "
+                       "no times are given")
 
 
 def _relative_error(actual: Tensor, exact: Tensor) -> float:
@@ -150,24 +190,30 @@ def _relative_error(actual: Tensor, exact: Tensor) -> float:
 def measure(size: Size, repeats: int, device: torch.device, ceilings: Ceilings | None) -> dict[str, Any]:
     """Forward and backward together of every form, and apart of the kernels. Nothing is said that disagrees."""
     inputs = Inputs(size, device)
+    forms: dict[str, Form] = {}
     calls: dict[str, Call] = {}
     memories: dict[str, PeakMemory] = {}
-    for name, form in forms_of(inputs).items():  # before the check, whose float64 would be a CPU's peak of memory
+    for name, make in forms_on(device).items():  # before the check, whose float64 would be a CPU's peak of memory
         with PeakMemory(device) as memories[name]:
-            calls[name] = form if name == "reference" else replayed(form, device)  # plain autograd, launches and all
+            form = forms[name] = make(inputs)
+            calls[name] = replayed(form.call, device) if form.captured else form.call
             calls[name]()
     timings = time_in_turn(calls, repeats, device)
-    errors = check(size, device)
+    errors = check(size, device, forms)
+    if device.type == "cuda":
+        for name, form in forms.items():
+            again = [one.clone() for one in form.found(calls[name]())]
+            _refuse(f"{name}, replayed", max(map(_relative_error, again, form.found(form.call()))), REPLAYED)
     print(f"\n{size.name}: B = {size.batch}, {size.cursors} cursors, T = {size.time}, L = {size.bins}")
-    forms = {}
+    found = {}
     for name, timing in timings.items():
-        forms[name] = {**timing.to_json(), "peak_bytes": memories[name].bytes, "errors": errors[name]}
+        found[name] = {**timing.to_json(), "peak_bytes": memories[name].bytes, "errors": errors[name]}
         _say(name, timing, size, str(memories[name]))
-    ours = next(iter(forms))
-    ratios = {name: one["median"] / forms[ours]["median"] for name, one in forms.items() if name != ours}
+    ours = next(iter(found))
+    ratios = {name: one["median"] / found[ours]["median"] for name, one in found.items() if name != ours}
     for name, ratio in ratios.items():
         print(f"  {ours}: {ratio:.1f} times as fast as {name}")
-    row: dict[str, Any] = {"size": asdict(size), "forms": forms, "ours": ours, "ratios": ratios}
+    row: dict[str, Any] = {"size": asdict(size), "forms": found, "ours": ours, "ratios": ratios}
     if ceilings is not None:
         row["parts"] = _parts(size, repeats, Kernels(inputs), device)
         row["floors"] = floors = ceilings.scan_floors(size.bin_steps)
@@ -195,8 +241,10 @@ def growth(
     for axis, along in sizes.items():
         print(f"\nforward and backward, along {axis}")
         for size in along:
-            name, form = next(iter(forms_of(Inputs(size, device)).items()))
-            timing = time_in_turn({name: replayed(form, device)}, repeats, device)[name]
+            name, make = next(iter(forms_on(device).items()))
+            check(size, device, [name])
+            form = make(Inputs(size, device))
+            timing = time_in_turn({name: replayed(form.call, device)}, repeats, device)[name]
             per_chain = timing.median / (size.batch * size.cursors)
             rows.append({"axis": axis, "size": asdict(size), **timing.to_json(), "seconds_per_chain": per_chain,
                          "floors": None if ceilings is None else ceilings.scan_floors(size.bin_steps)})

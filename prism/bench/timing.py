@@ -1,5 +1,6 @@
 """How long a call takes on the device it runs on: several calls in turn, each warmed up first."""
 
+import math
 import resource
 import statistics
 import time
@@ -8,8 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-Call = Callable[[], object]
+Call = Callable[[], Any]
 WARM_UP = 2
+GPU_WARM_UP, GPU_SAMPLE = 0.2, 0.02  # seconds: a card's clock takes a while to rise, and a launch is not to be seen
 
 
 class Timing(NamedTuple):
@@ -33,29 +35,40 @@ class Timing(NamedTuple):
 
 def time_in_turn(calls: Mapping[str, Call], repeats: int, device: torch.device) -> dict[str, Timing]:
     """In turn, so that a busy moment of the machine meets every call alike."""
-    for call in calls.values():
-        for _ in range(WARM_UP):
-            call()
+    times = {name: _warmed_up(call, device) for name, call in calls.items()}
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
-            seconds[name].append(seconds_of(call, device))
+            seconds[name].append(seconds_of(call, device, times[name]))
     return {name: Timing(found) for name, found in seconds.items()}
 
 
-def seconds_of(call: Call, device: torch.device) -> float:
-    """One call, from an idle device to an idle device. On a GPU, as its own clock sees it."""
+def _warmed_up(call: Call, device: torch.device) -> int:
+    """How many calls make a sample, found while warming up."""
+    for _ in range(WARM_UP):
+        call()
+    if device.type != "cuda":
+        return 1
+    once = seconds_of(call, device)
+    seconds_of(call, device, max(1, int(GPU_WARM_UP / once)))
+    return max(1, math.ceil(GPU_SAMPLE / once))
+
+
+def seconds_of(call: Call, device: torch.device, times: int = 1) -> float:
+    """The mean of some calls in a row, from an idle device to an idle device; on a GPU, as its own clock sees it."""
     if device.type != "cuda":
         began = time.perf_counter()
-        call()
-        return time.perf_counter() - began
+        for _ in range(times):
+            call()
+        return (time.perf_counter() - began) / times
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
     begin.record()
-    call()
+    for _ in range(times):
+        call()
     end.record()
     torch.cuda.synchronize(device)
-    return 1e-3 * float(begin.elapsed_time(end))
+    return 1e-3 * float(begin.elapsed_time(end)) / times
 
 
 def replayed(call: Call, device: torch.device) -> Call:
@@ -70,11 +83,11 @@ def replayed(call: Call, device: torch.device) -> Call:
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        kept = call()
+        made = call()
 
-    def replay() -> object:
+    def replay(inputs: Call = call) -> Any:  # the graph knows addresses alone: what it reads must stay
         graph.replay()
-        return kept
+        return made
 
     return replay
 

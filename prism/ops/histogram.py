@@ -144,10 +144,8 @@ def scan_step_by_step(
     """`histogram_step` in a loop, under autograd: the reference the faster forms are held against."""
     histograms, histogram = [], start
     per_chain = gamma.expand(start.shape[:2])
-    for t in range(weights.shape[2]):
-        histogram = histogram_step(
-            histogram, weights[:, :, t], per_chain, None if copied is None else copied[:, :, t], epsilon
-        )
+    for t, now in enumerate(weights.unbind(2)):  # unbound: a slice a step would have a gradient of the whole each
+        histogram = histogram_step(histogram, now, per_chain, None if copied is None else copied[:, :, t], epsilon)
         histograms.append(histogram)
     return torch.stack(histograms, dim=2) if histograms else start.unsqueeze(2)[:, :, :0]
 
