@@ -17,12 +17,13 @@ from torch import Tensor
 
 from prism.data import Batch, Stream, Vocabulary, collate, draw, vocabulary
 from prism.errors import RunError, is_out_of_memory
+from prism.step import WIDTH_MULTIPLE
 from prism.tasks import Example, Task
 from prism.transformer import Transformer
 
 TEST_SEED = 0  # every run is tested on the same examples, whatever its own seed
 NUMBERS_AT_ONCE = 1 << 27  # float32 numbers a pass may need on a CPU: 512 MiB
-GPU_SHARE, CACHE_SHARE = 1 / 16, 1 / 3  # of a card's memory, for a pass and for the keys and values of a long sequence
+GPU_SHARE, CACHE_SHARE = 1 / 4, 1 / 3  # of a card's memory, for a pass and for the keys and values of a long sequence
 LONG, CHUNK, FEWEST = 512, 128, 16  # sequences longer than LONG are read FEWEST to CHUNK tokens at a time
 Z95 = 1.959963984540054
 
@@ -96,14 +97,15 @@ def score_subsets(
 def score(model: Transformer, task: Task, examples: Sequence[Example]) -> Score:
     """Scores examples of any lengths, the batch cut into pieces that fit in memory."""
     words, device = vocabulary(task), next(model.parameters()).device
+    width = WIDTH_MULTIPLE if device.type == "cuda" else 1  # kernels are compiled for each width they meet
     was_training = model.training
     model.eval()
     correct, loss, tokens, parts = 0, 0.0, 0, dict.fromkeys(_part_names(task, examples), 0)
     try:
         for piece in _pieces(model, words, examples):
-            batch = collate(words, piece).to(device)
+            batch = collate(words, piece, multiple=width).to(device)
             logits = read_logits(model, batch.tokens)
-            right = (logits.argmax(-1) == batch.targets) | ~batch.mask
+            right = ((logits.argmax(-1) == batch.targets) | ~batch.mask).cpu()  # looked at example by example
             correct += int(right.all(dim=-1).sum())
             loss += float(_completion_loss(logits, batch))
             tokens += int(batch.mask.sum())

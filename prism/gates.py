@@ -32,9 +32,11 @@ class OrthogonalGates(nn.Module):
         square = free.view(3, -1, free.shape[1]).to(torch.promote_types(free.dtype, torch.float32))
         skew = square - square.mT
         eye = torch.eye(free.shape[1], dtype=square.dtype, device=free.device)
-        # 1 + A is never singular: nothing to check, and no waiting for a GPU to say so.
-        rotation = torch.linalg.solve_ex(eye + skew, eye - skew).result
-        return (self.base.to(square.dtype) @ rotation).reshape_as(free).to(free.dtype)
+        # Q_0 (1 - A) / (1 + A): a GPU that multiplies in tf32 then rounds what is learned alone, not Q_0. 1 + A is
+        # never singular: nothing to check, and no waiting for a GPU to say so.
+        base = self.base.to(square.dtype)
+        rotated = torch.linalg.solve_ex(eye + skew, base - base @ skew, left=False).result
+        return rotated.reshape_as(free).to(free.dtype)
 
     def right_inverse(self, weight: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
         return torch.zeros_like(weight)  # A = 0: the start is Q_0
