@@ -185,6 +185,35 @@ def figures(runs: Runs, out: str = "figures") -> None:
         print(*drawing.files, "", sep="\n")
 
 
+def export(run: Run, out: Text = None) -> None:
+    """Keep a finished run's final model: its weights without the optimiser's state, its result, and a card.
+
+    Example: prism export runs/reverse --out models/reverse-10
+
+    Args:
+        run: a finished run folder.
+        out: a new folder for the model, which evaluate, generate and figures open like a run; default:
+            models/TASK-LENGTH.
+    """
+    from prism.models import export as keep
+
+    print(keep(run, out))
+
+
+def models(folder: str = "models") -> None:
+    """List the trained models of a folder, with their scores.
+
+    Example: prism models
+
+    Args:
+        folder: where the models are.
+    """
+    from prism.models import kept_in
+
+    for one in kept_in(folder):
+        print(one.line())
+
+
 def bench(repeats: int = 5, out: str = "results/bench", only: Texts = (), device: Text = None) -> None:
     """Measure this machine: the histogram scan's forms, training steps, long evaluations, generation, batches.
 
@@ -254,7 +283,7 @@ def reproduce(
 VERBS: dict[str, Callable[..., None]] = {
     "quickstart": quickstart, "tasks": tasks, "encodings": encodings, "train": train, "evaluate": evaluate,
     "generate": generate, "figures": figures, "bench": bench,
-    "reproduce": reproduce,
+    "reproduce": reproduce, "export": export, "models": models,
 }
 
 
