@@ -78,8 +78,8 @@ def card(path: Path, result: Mapping[str, Any]) -> str:
     return f"""\
 # {path.name}
 
-A Transformer of {result["parameters"] / 1e6:.2f} M parameters with the positional encoding `{config["encoding"]}`, for the \
-task `{config["task"]["name"]}`, trained from scratch on examples of at most {config["max_length"]}.
+A Transformer of {result["parameters"] / 1e6:.2f} M parameters with the positional encoding `{config["encoding"]}`, \
+for the task `{config["task"]["name"]}`, trained from scratch on examples of at most {config["max_length"]}.
 
 - data: drawn by `prism` from seed {config["seed"]}, {config["batch_size"]} examples a step
 - steps: {config["steps"]:,}, {result["seconds"] / 60:.1f} minutes on {hardware}
