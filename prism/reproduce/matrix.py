@@ -123,17 +123,27 @@ COPY = Row("laptop", "copy", 10, (  # the first and the last are the quickstart'
     Model("sinusoidal-shifts", "quick", "sinusoidal", {"positions.shift": 400}),
     Model("sinusoidal", "quick", "sinusoidal"),
 ), {"evaluation.lengths": (10, 20, 50, 100, 200), "evaluation.examples": 20})
+LANDMARK = {"positions.gates": "landmark"}
+SHARP = {"model.start_token": True, "positions.alpha_start": 10.0, "optimizer.rate": 1e-3}
 GATES = (
     Model("local", "quick"),
-    Model("landmark", "quick", changes={"positions.gates": "landmark"}),
-    Model("landmark-start", "quick", changes={"positions.gates": "landmark", "model.start_token": True}),
-    Model("landmark-positions-only", "quick", changes={"positions.gates": "landmark", "positions.content": False}),
+    Model("landmark", "quick", changes=LANDMARK),
+    Model("landmark-start-sharp", "quick", changes={**LANDMARK, **SHARP}),
     Model("gru", "quick", changes={"positions.gates": "gru"}),
     Model("sinusoidal", "quick", "sinusoidal"),
 )
+REVERSE = (
+    *GATES,
+    Model("landmark-start", "quick", changes={**LANDMARK, "model.start_token": True}),
+    Model("landmark-sharp", "quick", changes={**LANDMARK, **SHARP, "model.start_token": False}),
+    Model("landmark-start-sharp-no-copy", "quick", changes={**LANDMARK, **SHARP, "positions.copy_every": 0}),
+    Model("local-start-sharp", "quick", changes=SHARP),
+    Model("gru-start-sharp", "quick", changes={"positions.gates": "gru", **SHARP}),
+    Model("landmark-positions-only", "quick", changes={**LANDMARK, "positions.content": False}),
+)
 LAPTOP = {"evaluation.examples": 20, "evaluation.every": 500}
 TASKS = (
-    Row("laptop", "reverse", 10, GATES, _steps(4_000, 10, 15, 20, 30, 40, 80, **LAPTOP)),
+    Row("laptop", "reverse", 10, REVERSE, _steps(4_000, 10, 15, 20, 30, 40, 80, **LAPTOP)),
     Row("laptop", "odds_first", 10, GATES, _steps(4_000, 10, 15, 20, 30, 40, 80, **LAPTOP)),
     Row("laptop", "stack", 10, GATES, _steps(4_000, 10, 15, 20, 30, 40, 80, **LAPTOP)),
     Row("laptop", "dyn_str_cpy", 10, GATES, _steps(4_000, 10, 15, 20, 30, 40, 80, **LAPTOP)),
