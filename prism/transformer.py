@@ -134,4 +134,6 @@ class Transformer(nn.Module):
         return Cache(self._new_stream(capacity))
 
     def _new_stream(self, capacity: int) -> Stream:
-        return self.encoding.start(capacity + self.config.start_token)
+        stream = self.encoding.start(capacity + self.config.start_token)
+        stream.takes_bias = True
+        return stream

@@ -1,5 +1,7 @@
 """PRISM with all position scores made at once, as a GPU trains it, against the plain form: values and gradients."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -49,6 +51,39 @@ def test_fused_scores_are_the_plain_ones(monkeypatch, options):
             assert of_fused[name] is None or not of_fused[name].any(), name
         else:
             assert_close(of_fused[name], expected, tolerance=FUSED_GRADIENT, what=name)
+
+
+class OnCuda(torch.Tensor):
+    """Says it is on a GPU that is not there."""
+
+    is_cuda = True
+
+
+def test_scores_are_made_at_once_only_for_whom_adds_them(monkeypatch):
+    """A model of one's own, which takes extended queries and keys, would lose its positions without a word."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**37))
+    positions, x = Prism(16, 3, 2, 8, PrismConfig(**SMALL)), torch.zeros(2, 7, 16).as_subclass(OnCuda)
+    transformer = Transformer(MODEL, positions)
+    assert positions._fuses(x, 0, transformer._new_stream(7))
+    assert not positions._fuses(x, 0, positions.start(7))
+    assert not positions._fuses(x, 0, transformer._new_stream(8))  # not the whole sequence
+    positions.method = "reference"
+    assert not positions._fuses(x, 0, transformer._new_stream(7))
+
+
+def test_the_drop_in_layer_scores_by_position_wherever_it_runs():
+    torch.manual_seed(0)
+    positions = Prism(16, 1, 2, 8, PrismConfig(**SMALL, content=False))
+    x, q = torch.randn(2, 9, 16), torch.zeros(2, 2, 9, 8)
+
+    def scores(device: torch.device) -> torch.Tensor:
+        moved = positions.to(device)
+        query, key = moved.extend(q.to(device), q.to(device), 0, moved.read(x.to(device)))
+        return query @ key.mT
+
+    there, here = scores(DEVICE), scores(torch.device("cpu"))
+    assert here.std() > 0
+    assert_close(there, here, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("copy", [False, True], ids=["", "copy"])

@@ -34,6 +34,7 @@ class Stream:
     seen: int = 0  # tokens of earlier chunks; the Transformer advances it
     memory: dict[Any, Any] = field(default_factory=dict)  # the encoding's own, under keys of its choice
     time: int = 0  # tokens of this chunk; the Transformer sets it
+    takes_bias: bool = False  # whether who reads adds `Encoding.bias` to the scores, as the Transformer does
 
 
 class Encoding(nn.Module):

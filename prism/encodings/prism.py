@@ -120,7 +120,7 @@ class Prism(Encoding):
         plain = config.superposition == "low_rank" and config.norm == "constant" and not config.absolute
         whole = stream.seen == 0 and x.shape[1] == stream.capacity == capacity
         known_keys = not config.copy_every or config.copy_key == "increment"
-        if self.method == "reference" or not (plain and whole and known_keys and x.is_cuda):
+        if self.method == "reference" or not (plain and whole and known_keys and x.is_cuda and stream.takes_bias):
             return False
         if not has_triton() or 2 * capacity + 1 > MOST_BINS:
             return False
