@@ -113,8 +113,10 @@ ABLATIONS = (
 
 # --- At a laptop's size: what the quick preset hangs on, and which gates a task asks for ---
 
+FAR = {"evaluation.lengths": (10, 100, 500, 1_000, 2_000), "evaluation.final_examples": 50}
 COPY = Row("laptop", "copy", 10, (  # the first and the last are the quickstart's
     Model("local", "quick"),
+    Model("local-far", "quick", changes={**FAR, "evaluation.every": 1_200}),  # the same weights, tested further
     Model("gru", "quick", changes={"positions.gates": "gru"}),
     Model("landmark", "quick", changes={"positions.gates": "landmark"}),
     Model("gamma-2", "quick", changes={"positions.gamma_start": 2.0}),
