@@ -19,7 +19,8 @@ Result = Mapping[str, Any]  # a result.json
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")  # Okabe and Ito's
 MARKERS = "osD^vPX*"
-FEW = 3  # curves whose legend has room among them
+STYLES = ("-", ":", "-.")  # of the lines, once the colours are used up
+FEW, MANY = 3, 6  # curves whose legend has room among them; curves whose bands can still be told apart
 WIDE = 12  # test lengths that span more than this factor are drawn on a logarithmic axis
 
 
@@ -113,7 +114,8 @@ def extrapolation(models: Mapping[str, Sequence[Result]]) -> "Figure":
     figure = Figure(figsize=(8.6 if crowded else 6.4, 3.9), layout="constrained")
     axes = figure.subplots()
     for rank, (name, runs) in enumerate(models.items()):
-        _draw_curve(axes, name, runs, COLOURS[rank % len(COLOURS)], MARKERS[rank % len(MARKERS)])
+        turn, place = divmod(rank, len(COLOURS))
+        _draw_curve(axes, name, runs, COLOURS[place], MARKERS[place], STYLES[turn % len(STYLES)], len(models) <= MANY)
     axes.axvline(config["max_length"], color="0.35", linestyle="--", linewidth=1.2)
     axes.annotate(
         f" trained\n up to {config['max_length']}", (config["max_length"], 4), color="0.35", fontsize=9, va="bottom"
@@ -140,20 +142,24 @@ def _models(results: Sequence[Result]) -> dict[str, list[Result]]:
     return names
 
 
-def _draw_curve(axes: "Axes", name: str, runs: Sequence[Result], colour: str, marker: str) -> None:
+def _draw_curve(
+    axes: "Axes", name: str, runs: Sequence[Result], colour: str, marker: str, style: str, band: bool
+) -> None:
     lengths = sorted(set.intersection(*(set(_lengths(run)) for run in runs)))
     scores = [[run["final"]["test"][str(length)] for length in lengths] for run in runs]
     exact = [[100 * one["exact"] for one in row] for row in scores]
     mean = [sum(column) / len(column) for column in zip(*exact, strict=True)]
     if len(runs) > 1:
         low, high = ([pick(column) for column in zip(*exact, strict=True)] for pick in (min, max))
-        label = f"{_title(name)} ({len(runs)} seeds: mean, range)"
+        label = f"{_title(name)} ({len(runs)} seeds: mean{', range' if band else ''})"
     else:
         low, high = ([100 * one["interval"][side] for one in scores[0]] for side in (0, 1))
-        label = f"{_title(name)} (1 seed, 95 % interval)"
-    axes.fill_between(lengths, low, high, color=colour, alpha=0.18, linewidth=0)
-    axes.plot(lengths, mean, color=colour, linewidth=2, label=label, clip_on=False)
-    for row in exact:
+        label = f"{_title(name)} (1 seed{', 95 % interval' if band else ''})"
+    if band:
+        axes.fill_between(lengths, low, high, color=colour, alpha=0.18, linewidth=0)
+    axes.plot(lengths, mean, style, marker=None if band else marker, color=colour, linewidth=2, label=label,
+              clip_on=False, markersize=5, markerfacecolor="white")
+    for row in exact if band or len(runs) == 1 else []:
         axes.plot(lengths, row, marker, color=colour, markersize=5, markerfacecolor="white", clip_on=False, zorder=3)
 
 
