@@ -10,6 +10,7 @@ import pytest
 
 from prism.cli import VERBS
 from prism.figures import draw_runs
+from prism.reproduce.page import draw_all
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -86,12 +87,19 @@ def test_the_commands_exist():
 @finished
 def test_the_scores_are_the_recorded_ones(tmp_path):
     kept = ROOT / "results" / "laptop" / "copy-10"
-    (drawing,) = draw_runs([*sorted(kept.glob("local-seed?.json")), *sorted(kept.glob("sinusoidal-seed?.json"))], tmp_path)
+    runs = [path for name in ("local", "sinusoidal") for path in sorted(kept.glob(f"{name}-seed?.json"))]
+    (drawing,) = draw_runs(runs, tmp_path)
     assert drawing.table in TEXT
     rows = dict(re.findall(r"^(\w+, seed \d)(.*)", drawing.table, re.M))
     for encoding in ("prism", "sinusoidal"):  # what the quickstart printed is seed 0's row of the same runs
         (printed,) = re.findall(rf"^{encoding}  (.*)", TEXT, re.M)
         assert printed.split() == rows[f"{encoding}, seed 0"].split()
+
+
+def test_the_results_page_is_made_from_the_results(tmp_path):
+    shutil.copytree(ROOT / "results", tmp_path / "results", ignore=shutil.ignore_patterns("figures"))
+    draw_all(tmp_path / "results")
+    assert (tmp_path / "RESULTS.md").read_text() == (ROOT / "RESULTS.md").read_text()
 
 
 @finished
