@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from prism.runs import RunFolder
 from prism.train import train
 from prism.trained import open_run
 from tests.small import prism_says, small_config
+
+
+MODELS = Path(__file__).parent.parent / "models"
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +68,16 @@ def test_models_are_listed_and_used_by_the_commands(run, tmp_path, capsys):
     again = prism_says(capsys, "train", "copy", "--out", str(place / "one"), "--resume")
     assert again[0] == 0  # finished: shown, not trained
     assert [one.path.name for one in kept_in(place)] == ["one"]
+
+
+@pytest.mark.parametrize("kept", kept_in(MODELS), ids=lambda kept: kept.path.name)
+def test_the_models_of_this_repository_do_what_their_cards_say(kept):
+    trained = open_run(kept.path)
+    lengths = [int(name) for name in kept.result["final"]["test"]][:3]
+    for name, score in sweep(trained.model, trained.config.task, lengths, 10).items():
+        assert score.exact >= kept.result["final"]["test"][name]["exact"] - 0.2
+    assert kept.bytes < 5e6
+    assert (kept.path / "CARD.md").read_text().startswith(f"# {kept.path.name}")
 
 
 def test_what_cannot_be_kept_is_refused(run, tmp_path, capsys):
