@@ -14,7 +14,6 @@ from prism.train import train
 from prism.trained import open_run
 from tests.small import prism_says, small_config
 
-
 MODELS = Path(__file__).parent.parent / "models"
 
 
