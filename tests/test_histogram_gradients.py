@@ -210,6 +210,52 @@ def test_blocks_of_chains_are_seamless(monkeypatch, elements, copy):
         assert_close(a, e, what=name)
 
 
+# --- Memory that is used again ---
+
+
+@pytest.fixture
+def _reused_memory(monkeypatch):
+    monkeypatch.setattr(histogram_adjoint, "LARGE", 0)
+    monkeypatch.setattr(histogram_adjoint, "_spares", [])
+    torch.use_deterministic_algorithms(False)  # the suite's own poisoning takes new memory each time
+
+
+@pytest.mark.usefixtures("_reused_memory")
+def test_memory_is_used_again_when_nobody_holds_it_and_not_before():
+    case = random_case(2, 3, 4, 7)
+    first = case.scan(method="adjoint")
+    second = case.scan(method="adjoint")
+    assert first.data_ptr() != second.data_ptr()
+    kept, place = first.clone(), second.data_ptr()
+    view = second[0, 0]
+    del second  # a view still holds it
+    assert case._replace(start=case.start.flip(-1)).scan(method="adjoint").data_ptr() != place
+    del view
+    assert torch.equal(first, kept)
+    again = [case.scan(method="adjoint") for _ in range(4)]
+    assert len({one.data_ptr() for one in again} | {first.data_ptr()}) == 5
+    assert len(histogram_adjoint._spares) <= histogram_adjoint.SPARES
+    for one in again:
+        assert torch.equal(one, kept)
+
+
+@pytest.mark.usefixtures("_reused_memory")
+def test_a_training_step_uses_the_memory_of_the_one_before():
+    case, places = random_case(2, 3, 4, 7), []
+    expected = _gradients(_leaves(case), _upstream(case), 1e-8, "reference")
+    for _ in range(3):
+        leaves = _leaves(case)
+        out = histogram_scan(*leaves, None, 1e-8, "adjoint")
+        places.append(out.data_ptr())
+        other = histogram_scan(*leaves, None, 1e-8, "adjoint")  # while the first waits for its backward
+        found = torch.autograd.grad(out, leaves, _upstream(case))
+        assert other.data_ptr() != out.data_ptr()
+        for name, a, e in zip(NAMES, found, expected, strict=False):
+            assert_close(a, e, what=name)
+        del out, other, found
+    assert len(set(places)) == histogram_adjoint.SPARES
+
+
 def test_branches_are_ordered_as_the_weights_are():
     weights = branch_weights(torch.tensor(0.25), torch.tensor([0.5, 0.3, 0.2]), torch.tensor(0.5))
     assert weights[Branch.RESET_INCREMENT] == pytest.approx(0.5 * 0.25 * 0.5)

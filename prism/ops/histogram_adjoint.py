@@ -24,6 +24,8 @@ blocks, so that a few of these tensors fit in the cache and are still large enou
 """
 
 import math
+import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -33,6 +35,12 @@ from torch.autograd.function import FunctionCtx
 
 FLOOR_WEIGHT = 1e-6  # how much the bins beyond the support may hold, times their logarithm: float32 cannot tell
 BLOCK_ELEMENTS = 1 << 19  # bins x chains worked on at once: 2 MiB of float32 (measured: smaller blocks thread badly)
+
+# Bytes from which the C library gives freed memory back at once; getting it again costs more than half a scan where
+# the system is slow to hand out pages. So up to SPARES such blocks are kept, and used again once nobody holds them.
+LARGE, SPARES = 32 << 20, 2
+_spares: list[torch.UntypedStorage] = []
+_choosing = threading.Lock()
 
 Weights = Float[Tensor, "6 n"]
 Row = Float[Tensor, "bins n"]
@@ -56,6 +64,20 @@ def scan_with_adjoint(
         epsilon,
     )
     return histograms.view(time, bins, batch, cursors).permute(2, 3, 0, 1)
+
+
+def _memory_for_histograms(like: Tensor, *shape: int) -> Tensor:
+    """Uninitialised memory: that of earlier histograms, if it is large and they are gone, or new."""
+    size = math.prod(shape) * like.element_size()
+    holders: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+    # In deterministic mode PyTorch fills new memory, so that nothing rests on what was there before.
+    if size < LARGE or like.is_cuda or holders is None or torch.are_deterministic_algorithms_enabled():
+        return like.new_empty(shape)
+    with _choosing:
+        free = [one for one in _spares if size <= one.nbytes() <= 2 * size and holders(one._cdata) == 1]
+        storage = free[0] if free else torch.UntypedStorage(size)
+        _spares[:] = [storage, *(one for one in _spares if one is not storage)][:SPARES]
+        return torch.empty(0, dtype=like.dtype).set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
 
 
 def _blocks(start: Row) -> list[slice]:
@@ -204,7 +226,7 @@ class _Scan(torch.autograd.Function):
         epsilon: float,
     ) -> Float[Tensor, "time bins n"]:
         time, (bins, chains) = weights.shape[0], start.shape
-        histograms = start.new_empty(time, bins, chains)
+        histograms = _memory_for_histograms(start, time, bins, chains)
         scaled, eps = _with_total(weights, start.sum(0)), start.new_full((), epsilon)
         anywhere = copied is not None or ctx.needs_input_grad[0]  # type: ignore[attr-defined]
         windows = _windows(_reach(start, gamma, epsilon, anywhere), time, bins)
