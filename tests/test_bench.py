@@ -9,11 +9,11 @@ import torch
 import prism.bench
 from prism.bench.ceilings import Ceilings
 from prism.bench.model import StepCase
-from prism.bench.scan import AGREEMENT, Inputs, Size, _by, _kernels, compiled_scan, forms_on
+from prism.bench.scan import AGREEMENT, Inputs, Size, _by, _kernels, forms_on
 from prism.bench.timing import Timing, time_in_turn
 from prism.errors import RunError, UserError
 from prism.ops import histogram_adjoint
-from prism.ops.histogram import histogram_scan, histogram_step
+from prism.ops.histogram import histogram_scan, histogram_step, scan_step_by_step
 from tests.tolerances import assert_close
 
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ def test_every_form_gives_what_float64_gives(name):
 
 def test_the_loop_that_is_compiled_is_the_reference():
     inputs = Inputs(TINY, CPU)
-    looped = inputs.by(partial(compiled_scan, step=histogram_step))
+    looped = inputs.by(partial(scan_step_by_step, step=lambda *given: histogram_step(*given)))
     for found, expected in zip(looped, inputs.by(partial(histogram_scan, method="reference")), strict=True):
         assert_close(found, expected)
 

@@ -38,7 +38,6 @@ def config_of(case: StepCase) -> RunConfig:
 def measure_step(case: StepCase, repeats: int, device: torch.device) -> dict[str, Any]:
     """Seconds a step, over batches that are on the device's doorstep; peak memory; the model's size."""
     config = config_of(case)
-    torch.manual_seed(0)
     graph = case.graph and device.type == "cuda"
     with matmul_precision(config.matmul), PeakMemory(device) as memory:
         model = build(config).to(device)
@@ -76,7 +75,6 @@ def _batch(config: RunConfig, update: TrainingStep, step: int, width: int | None
 def measure_run(case: StepCase, steps: int, device: torch.device) -> dict[str, Any]:
     """Steps a second of training as `prism train` does it, drawing and copying of batches included."""
     config = config_of(case)
-    torch.manual_seed(0)
     with matmul_precision(config.matmul):
         update = make_step(build(config).to(device), config, case.graph and device.type == "cuda")
         warm = DISTINCT_BATCHES
@@ -98,7 +96,6 @@ def measure_run(case: StepCase, steps: int, device: torch.device) -> dict[str, A
 def measure_evaluation(preset_name: str, length: int, size: int, device: torch.device) -> dict[str, Any]:
     """One batch of copying, of a length that training never sees, scored once."""
     config = preset(preset_name, find_task("copy")(), "prism")
-    torch.manual_seed(0)
     with matmul_precision(config.matmul):
         model = build(config).to(device)
         examples = draw(config.task, seed=0, stream="test", step=0, size=size, length=length)
@@ -118,7 +115,6 @@ def measure_generation(
 ) -> dict[str, Any]:
     """Tokens a second, greedily, with a cache."""
     config = preset(preset_name, find_task("copy")(), "prism")
-    torch.manual_seed(0)
     with matmul_precision(config.matmul):
         model = build(config).to(device).eval()
         ids = torch.from_numpy(vocabulary(config.task).encode("0123456789=")).to(device).expand(prompts, -1)

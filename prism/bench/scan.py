@@ -3,6 +3,7 @@
 Dimensions: batch; cursors; time; bins = 2 time + 1.
 """
 
+import copy
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ from prism.bench.ceilings import Ceilings
 from prism.bench.timing import Call, PeakMemory, Timing, replayed, time_in_turn
 from prism.errors import RunError
 from prism.ops.dispatch import has_triton
-from prism.ops.histogram import Method, histogram_scan, histogram_step, one_hot_start
+from prism.ops.histogram import Method, histogram_scan, histogram_step, one_hot_start, scan_step_by_step
 
 # ||out - ref|| / ||ref|| against float64: float32 forms, and forms that keep histograms in 16 bits.
 AGREEMENT = {torch.float32: 2e-5, torch.float16: 5e-4}
@@ -56,23 +57,22 @@ class Form:
 class Inputs:
     """What a scan of this size takes, from one-hot starts, and a gradient to send back."""
 
-    def __init__(self, size: Size, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, size: Size, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device=device)
 
         self.size, self.device = size, device
-        self.start = one_hot_start(size.batch, size.cursors, size.time, dtype=dtype, device=device)
-        logits = normal(size.batch, size.time, size.cursors, 6).to(dtype)
+        self.start = one_hot_start(size.batch, size.cursors, size.time, dtype=torch.float32, device=device)
+        logits = normal(size.batch, size.time, size.cursors, 6)
         self.weights = torch.softmax(logits, -1).transpose(1, 2).requires_grad_()
-        self.gamma = (1.5 + normal(size.cursors).abs()).to(dtype).requires_grad_()
-        self.upstream = normal(size.batch, size.time, size.cursors, size.bins).to(dtype).transpose(1, 2)
+        self.gamma = (1.5 + normal(size.cursors).abs()).requires_grad_()
+        self.upstream = normal(size.batch, size.time, size.cursors, size.bins).transpose(1, 2)
 
     def exact(self) -> "Inputs":
         """The same numbers in float64."""
-        other = object.__new__(Inputs)
-        other.size, other.device = self.size, self.device
+        other = copy.copy(self)
         other.start, other.upstream = self.start.double(), self.upstream.double()
         other.weights, other.gamma = (one.detach().double().requires_grad_() for one in (self.weights, self.gamma))
         return other
@@ -141,17 +141,9 @@ def _by(method: Method, captured: bool = True) -> Callable[[Inputs], Form]:
 
 
 def _compiled(inputs: Inputs) -> Form:
-    step = torch.compile(histogram_step, dynamic=False)
-    return Form(partial(inputs.by, partial(compiled_scan, step=step)))
-
-
-def compiled_scan(start: Tensor, weights: Tensor, gamma: Tensor, step: Callable[..., Tensor]) -> Tensor:
     """The loop of the reference around a step that `torch.compile` has made."""
-    histogram, histograms, per_chain = start, [], gamma.expand(start.shape[:2])
-    for now in weights.unbind(2):
-        histogram = step(histogram, now, per_chain, None, 1e-8)
-        histograms.append(histogram)
-    return torch.stack(histograms, dim=2)
+    step = torch.compile(histogram_step, dynamic=False)
+    return Form(partial(inputs.by, partial(scan_step_by_step, step=step)))
 
 
 def forms_on(device: torch.device) -> dict[str, Callable[[Inputs], Form]]:

@@ -7,6 +7,7 @@ as the oracle; "reference" loops over it under autograd; "adjoint" (histogram_ad
 by hand and is what a CPU trains with; "triton" (histogram_triton.py) is for GPUs.
 """
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Literal, get_args
 
@@ -140,12 +141,16 @@ def scan_step_by_step(
     gamma: Float[Tensor, " cursors"],
     copied: Float[Tensor, "batch cursors time bins"] | None = None,
     epsilon: float = 1e-8,
+    step: Callable[..., Tensor] = histogram_step,
 ) -> Float[Tensor, "batch cursors time bins"]:
-    """`histogram_step` in a loop, under autograd: the reference the faster forms are held against."""
+    """`histogram_step` in a loop, under autograd: the reference the faster forms are held against.
+
+    `step` may be the same, compiled.
+    """
     histograms, histogram = [], start
     per_chain = gamma.expand(start.shape[:2])
     for t, now in enumerate(weights.unbind(2)):  # unbound: a slice a step would have a gradient of the whole each
-        histogram = histogram_step(histogram, now, per_chain, None if copied is None else copied[:, :, t], epsilon)
+        histogram = step(histogram, now, per_chain, None if copied is None else copied[:, :, t], epsilon)
         histograms.append(histogram)
     return torch.stack(histograms, dim=2) if histograms else start.unsqueeze(2)[:, :, :0]
 

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from prism.errors import UserError
 from prism.ops.histogram_kernels import _exp2, _log2
+from prism.ops.histogram_triton import INTERPRETED
 
 TILE, WARPS = 1024, 4
-INTERPRETED = not isinstance(_exp2, triton.JITFunction)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from prism.figures import extrapolation, save_figure
 from prism.reproduce.claims import CLAIMS
 from prism.reproduce.matrix import Cell, matrix
 from prism.reproduce.scan_lengths import draw_lengths
-from prism.reproduce.status import Places, standing
+from prism.reproduce.status import current_result, result_file
 from prism.tasks import find_task
 
 PARTS = {
@@ -54,7 +54,7 @@ def draw_all(results: Path) -> list[Path]:
     for part, title in PARTS.items():
         bodies = []
         for group in (one for one in groups if one.part == part):
-            found = {cell: standing(cell, Places(results, results)).result for cell in group.cells}
+            found = {cell: current_result(cell, result_file(results, cell)) for cell in group.cells}
             kept = {cell: result for cell, result in found.items() if result is not None}
             missing += [cell.name for cell in group.cells if cell not in kept]
             if kept:

@@ -31,6 +31,11 @@ class Standing:
         return float(self.result["seconds"]) / float(self.result["final"]["step"])
 
 
+def result_file(results: Path, cell: Cell) -> Path:
+    """Where a cell's result is kept."""
+    return results / f"{cell.name}.json"
+
+
 @dataclass(frozen=True)
 class Places:
     """Where results are kept, for good, and where runs are trained."""
@@ -39,19 +44,24 @@ class Places:
     runs: Path
 
     def result(self, cell: Cell) -> Path:
-        return self.results / f"{cell.name}.json"
+        return result_file(self.results, cell)
 
     def run(self, cell: Cell) -> Path:
         return self.runs / cell.name
 
 
+def current_result(cell: Cell, kept: Path) -> Mapping[str, Any] | None:
+    """The result in a file, if there is one and its configuration is the one the matrix asks for today."""
+    result = read_result(kept) if kept.is_file() else None
+    return result if result is not None and means(result["config"], cell.config()) else None
+
+
 def standing(cell: Cell, places: Places) -> Standing:
-    """A result counts if its configuration is the one the matrix asks for today."""
+    """What there is of a cell: its result, else its run, else nothing."""
     kept, folder = places.result(cell), places.run(cell)
-    if kept.is_file():
-        result = read_result(kept)
-        if means(result["config"], cell.config()):
-            return Standing(cell, "done", result["final"]["step"], result)
+    result = current_result(cell, kept)
+    if result is not None:
+        return Standing(cell, "done", result["final"]["step"], result)
     if RunFolder.exists(folder) and means(RunFolder.open(folder).config, cell.config()):
         steps = RunFolder.open(folder).checkpoint_steps()
         kind: Kind = "running" if RunFolder.writer(folder) else "stopped"
