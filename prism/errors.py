@@ -9,6 +9,10 @@ class UserError(ValueError):
     """Bad input: says what was wrong, what was given, what would be right. Exit code 2."""
 
 
+class TooLong(UserError):
+    """A sequence longer than a model can place: a sweep goes on without that length."""
+
+
 class RunError(RuntimeError):
     """Work that could not be finished: a full disk, a broken checkpoint, a loss that is not finite. Exit code 1."""
 

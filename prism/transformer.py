@@ -1,4 +1,4 @@
-"""A decoder-only Transformer that knows nothing of positions: an encoding acts through its six hooks.
+"""A decoder-only Transformer that knows nothing of positions: an encoding acts through its hooks.
 
 Dimensions: batch; time = tokens of this chunk; width = of the residual stream; heads; features = a head's width.
 """
@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from prism.config import ModelConfig
-from prism.encodings.encoding import Encoding, Stream
+from prism.encodings.encoding import NO_TOKEN, Encoding, Stream
 from prism.ops.attention import attend, visible
 
 
@@ -55,6 +55,7 @@ class Attention(nn.Module):
         self, x: Float[Tensor, "batch time width"], encoding: Encoding, stream: Stream, cache: Cache | None
     ) -> Float[Tensor, "batch time width"]:
         batch, time, _ = x.shape
+        encoding.attention_input(x, self.layer, stream)
         # Split before heads and tokens change places: the three gradients are then put together by one copy.
         parts = self.project(x).view(batch, time, 3, self.heads, self.features).unbind(2)
         query, key, value = (part.transpose(1, 2) for part in parts)
@@ -122,12 +123,20 @@ class Transformer(nn.Module):
         if opens:
             x = torch.cat((self.start.expand(x.shape[0], 1, -1), x), dim=1)
         stream.time = x.shape[1]
+        stream.tokens = self._tokens_so_far(tokens, stream, opens)
         x = self.encoding.embed(x * math.sqrt(self.config.width), stream)
         for layer, block in enumerate(self.blocks):
             self.encoding.observe(x, layer, stream)
             x = block(x, self.encoding, stream, cache)
         stream.seen += x.shape[1]
         return self.norm(x[:, 1:] if opens else x) @ self.embedding.weight.T
+
+    @staticmethod
+    def _tokens_so_far(tokens: Tensor, stream: Stream, opens: bool) -> Int[Tensor, "batch key"]:
+        """Ids of this chunk after those before it; the start token's place holds an id that no token has."""
+        if opens:
+            return nn.functional.pad(tokens, (1, 0), value=NO_TOKEN)
+        return tokens if stream.tokens is None else torch.cat((stream.tokens, tokens), dim=1)
 
     def new_cache(self, capacity: int) -> Cache:
         """For generating, or reading in chunks, sequences of at most `capacity` tokens."""

@@ -1,29 +1,39 @@
-"""The contract of a positional encoding: six places where it may act on a Transformer, each with a default.
+"""The contract of a positional encoding: the places where it may act on a Transformer, each with a default.
 
-A new encoding is one new file in this folder: a class that inherits from `Encoding`, sets `name`, `summary` and
-`citation`, nests its `Config`, and overrides the hooks it needs. With none overridden it is NoPE.
+A new encoding is one new file in this folder, or a file of your own anywhere: a class that inherits from `Encoding`,
+sets `name`, `summary`, `citation` and `extrapolates`, nests its `Config`, and overrides the hooks it needs. With none
+overridden it is NoPE.
 
 Dimensions: width = of the residual stream; heads; features = a head's width; query = tokens of this chunk;
 key = all tokens so far.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from prism.errors import TooLong
 from prism.settings import Settings
 
 if TYPE_CHECKING:
     from prism.config import RunConfig
 
 
+HintKind = Literal["digits", "coupling", "segments"]  # what a task may tell of its structure: prism/hints.py
+NO_TOKEN = -1  # the id, in `Stream.tokens`, of the start token
+
+
 @dataclass(frozen=True)
 class NoOptions(Settings):
     """The `Config` of an encoding that has nothing to set."""
+
+
+# Ids of all tokens so far -> what the task says of each, from that token and those before it alone.
+Hints = Callable[[Int[Tensor, "batch key"]], Int[Tensor, "batch key"]]
 
 
 @dataclass
@@ -35,6 +45,15 @@ class Stream:
     memory: dict[Any, Any] = field(default_factory=dict)  # the encoding's own, under keys of its choice
     time: int = 0  # tokens of this chunk; the Transformer sets it
     takes_bias: bool = False  # whether who reads adds `Encoding.bias` to the scores, as the Transformer does
+    tokens: Tensor | None = None  # [batch, key] ids of all tokens so far; the Transformer sets it, before `embed`
+
+    def positions(self, device: torch.device) -> Int[Tensor, " query"]:
+        """The places of this chunk's tokens, counted from 0."""
+        return torch.arange(self.seen, self.seen + self.time, device=device)
+
+    def distances(self, device: torch.device) -> Int[Tensor, "query key"]:
+        """How far back each token so far lies from each of this chunk; negative where it is still to come."""
+        return self.positions(device)[:, None] - torch.arange(self.seen + self.time, device=device)
 
 
 class Encoding(nn.Module):
@@ -43,6 +62,9 @@ class Encoding(nn.Module):
     name: ClassVar[str]
     summary: ClassVar[str]  # one line for `prism encodings`
     citation: ClassVar[str]
+    # False where a longer sequence meets positions or distances that training has never shown.
+    extrapolates: ClassVar[bool]
+    hint: ClassVar[HintKind | None] = None  # what it asks a task to tell; `self.hints` then holds the answer
     Config: ClassVar[type[Settings]] = NoOptions  # its options: a frozen dataclass
 
     def __init__(
@@ -52,14 +74,22 @@ class Encoding(nn.Module):
         self.width, self.layers, self.heads = width, layers, heads
         self.head_width = head_width if head_width is not None else width // heads
         self.config = config if config is not None else self.Config()
+        self.hints: Hints | None = None
 
     @classmethod
     def preset(cls, name: str, base: "RunConfig") -> "RunConfig":
         """The run a preset means for this encoding. `base` is the preset's, with this encoding's default options."""
         return base
 
+    def longest(self) -> int | None:
+        """The most tokens of a sequence it can place; None: there is no such bound."""
+        return None
+
     def start(self, capacity: int) -> Stream:
         """Begins a pass over sequences of at most `capacity` tokens."""
+        most = self.longest()
+        if most is not None and capacity > most:
+            raise TooLong(f"{self.name} has places for {most:,} tokens, and a sequence here has {capacity:,}")
         return Stream(capacity)
 
     def embed(
@@ -70,6 +100,9 @@ class Encoding(nn.Module):
 
     def observe(self, x: Float[Tensor, "batch query width"], layer: int, stream: Stream) -> None:
         """May read the residual stream before layer `layer` and update `stream`. (PRISM's cursors.)"""
+
+    def attention_input(self, x: Float[Tensor, "batch query width"], layer: int, stream: Stream) -> None:
+        """May read what layer `layer` makes its queries, keys and values of, before `transform`. (Forgetting gates.)"""
 
     def transform(
         self,

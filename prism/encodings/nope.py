@@ -9,3 +9,4 @@ class NoPE(Encoding):
     name = "nope"
     summary = "no positional encoding"
     citation = "Kazemnejad et al., The Impact of Positional Encoding on Length Generalization in Transformers, 2023"
+    extrapolates = True

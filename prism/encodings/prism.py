@@ -43,6 +43,7 @@ class Prism(Encoding):
     name = "prism"
     summary = "histogram filter: learned gates move distributions over relative positions"
     citation = "Lee, Position as Probability: Self-Supervised Transformers that Think Past Their Training, 2025"
+    extrapolates = True
     Config = PrismConfig
     config: PrismConfig
 

@@ -32,6 +32,7 @@ class Sinusoidal(Encoding):
     name = "sinusoidal"
     summary = "sinusoidal absolute positions with random shifts in training (the paper's baseline)"
     citation = "Vaswani et al., Attention Is All You Need, 2017; shifts: McLeish et al., Abacus, 2024"
+    extrapolates = False
     Config = SinusoidalConfig
     config: SinusoidalConfig
 
