@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from prism.config import LONGEST, RunConfig, preset
+from prism.config import LONGEST, NO_ENCODING, RunConfig, preset
 from prism.errors import UserError
 from prism.tasks import all_tasks, find_task
 
@@ -51,7 +51,9 @@ class TrainCommand:
 
 
 def parse_train(arguments: list[str]) -> TrainCommand:
-    """Two passes: task, encoding and preset first, since they decide what the other flags are and default to."""
+    """Two passes: task, model and preset first, since they decide what the other flags are and default to."""
+    from prism.architectures import DEFAULT, find_architecture  # with torch, which nothing else here needs
+
     looks_for_help = bool({"-h", "--help"} & set(arguments))
     task_name = next((word for word in arguments[:1] if not word.startswith("-")), None)
     if task_name is None and not looks_for_help:
@@ -63,10 +65,12 @@ def parse_train(arguments: list[str]) -> TrainCommand:
         if base.task.name != task_name:
             raise UserError(f"{out} is a run of {base.task.name}, not of {task_name}")
     else:
+        architecture = flag_value(arguments, "--architecture") or DEFAULT
+        own = "prism" if find_architecture(architecture).takes_encoding else NO_ENCODING
         base = preset(
             flag_value(arguments, "--preset") or "quick", find_task(task_name or "copy")(),
-            flag_value(arguments, "--encoding") or "prism",
-            whole_number(arguments, "--max-length"), whole_number(arguments, "--seed") or 0,
+            flag_value(arguments, "--encoding") or own,
+            whole_number(arguments, "--max-length"), whole_number(arguments, "--seed") or 0, architecture,
         )
     command: TrainCommand = tyro.cli(
         TrainCommand, args=arguments[task_name is not None :],
@@ -120,4 +124,4 @@ def parse_lengths(text: str) -> tuple[int, ...]:
 
 def default_folder(config: RunConfig) -> str:
     """Where a run goes if it is not told."""
-    return f"runs/{config.task.name}-{config.encoding}-{config.preset}-{config.max_length}-seed{config.seed}"
+    return f"runs/{config.task.name}-{config.label}-{config.preset}-{config.max_length}-seed{config.seed}"

@@ -118,7 +118,7 @@ def evaluate(
     use_threads(None, trained.config.model)
     say_skipped(trained.skipped)
     task = trained.config.task
-    print(f"{task.name} <= {trained.config.max_length}, {trained.config.encoding}, step {trained.step:,}")
+    print(f"{task.name} <= {trained.config.max_length}, {trained.config.label}, step {trained.step:,}")
     print(score_header())
 
     def show(name: str, score: Any) -> None:

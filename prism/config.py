@@ -11,25 +11,23 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from prism.errors import UserError, unknown
-from prism.settings import LARGEST, Settings, check_type, setting
+from prism.settings import LARGEST, Settings, SizeConfig, check_type, setting
 from prism.tasks import Task, find_task
 
 Preset = Literal["quick", "paper", "best"]
 PRESETS: tuple[Preset, ...] = typing.get_args(Preset)
 Matmul = Literal["tf32", "float32"]
+NO_ENCODING = "nope"  # of an architecture that takes none
 LONGEST = 1_000_000  # length of an example: far beyond what attention can read, and still quick to draw
 
 
 @dataclass(frozen=True)
-class ModelConfig(Settings):
-    """The Transformer."""
+class ModelConfig(SizeConfig):
+    """The Transformer. Its width is that of the residual stream."""
 
-    width: int = setting(192, low=2, high=65_536)  # of the residual stream: the token embedding
-    layers: int = setting(5, low=1, high=1_024)
     heads: int = setting(7, low=1, high=1_024)  # per layer
     head_width: int = setting(32, low=1, high=65_536)
     feedforward: int = setting(4, low=1, high=1_024)  # its width, in multiples of `width`
-    vocabulary: int = setting(64, low=2, high=1_048_576)
     # A learned token before the first: what a head may look at to find that there is nothing where it looks.
     start_token: bool = False
 
@@ -81,21 +79,35 @@ class RunConfig(Settings):
     batch_size: int = setting(100, low=1)
     seed: int = setting(0, low=0, high=2**31 - 1)
     matmul: Matmul = "tf32"  # how a GPU multiplies matrices: tf32 keeps 10 bits of each factor; a CPU keeps all 23
-    model: ModelConfig = ModelConfig()
+    architecture: str = "transformer"
+    model: SizeConfig = ModelConfig()  # the architecture's own size and options
     curriculum: CurriculumConfig = CurriculumConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 
     def __post_init__(self) -> None:
+        from prism.architectures import find_architecture
         from prism.encodings import find_encoding
 
         super().__post_init__()
+        architecture = find_architecture(self.architecture)
+        if type(self.model) is not architecture.Config:
+            raise UserError(f"model must be the options of {self.architecture}, {architecture.Config.__name__}; "
+                            f"got {type(self.model).__name__}")
+        if not architecture.takes_encoding and self.encoding != NO_ENCODING:
+            raise UserError(f"{self.architecture} takes no positional encoding: encoding must be '{NO_ENCODING}', "
+                            f"got '{self.encoding}'")
         if type(self.positions) is not (wanted := find_encoding(self.encoding).Config):
             raise UserError(f"positions must be the options of {self.encoding}, {wanted.__name__}; "
                             f"got {type(self.positions).__name__}")
         if self.model.vocabulary < (needed := len(self.task.alphabet)):
             raise UserError(f"vocabulary must be at least {needed}, the symbols of {self.task.name}; "
                             f"got {self.model.vocabulary}")
+
+    @property
+    def label(self) -> str:
+        """What is trained, in a word: the encoding of a Transformer, or an architecture that takes none."""
+        return model_label({"architecture": self.architecture, "encoding": self.encoding})
 
     def test_lengths(self) -> tuple[int, ...]:
         """The lengths of this run's sweeps."""
@@ -121,6 +133,7 @@ class RunConfig(Settings):
     @classmethod
     def from_json(cls, data: Any) -> "RunConfig":
         """Reads what `to_json` wrote. Unknown keys, wrong types and values out of range are refused."""
+        from prism.architectures import DEFAULT, find_architecture
         from prism.encodings import find_encoding
 
         if not isinstance(data, Mapping):
@@ -133,12 +146,23 @@ class RunConfig(Settings):
             raise UserError(f"task must be an object with a name, got {task!r}")
         check_type("task.name", task["name"], str)
         check_type("encoding", data["encoding"], str)
+        architecture = data.get("architecture", DEFAULT)
+        check_type("architecture", architecture, str)
         options = {key: value for key, value in task.items() if key != "name"}
         values: dict[str, Any] = {
             "task": _build(find_task(task["name"]), options, "task"),
             "positions": _build(find_encoding(data["encoding"]).Config, data["positions"], "positions"),
+            "model": _build(find_architecture(architecture).Config, data.get("model", {}), "model"),
         }
         return _build(cls, data, "", values)
+
+
+def model_label(stored: Mapping[str, Any]) -> str:
+    """`RunConfig.label` of a stored configuration, perhaps of before there were other architectures."""
+    from prism.architectures import DEFAULT
+
+    architecture = stored.get("architecture", DEFAULT)
+    return str(stored["encoding"] if architecture == DEFAULT else architecture)
 
 
 def means(stored: Any, config: RunConfig) -> bool:
@@ -149,8 +173,12 @@ def means(stored: Any, config: RunConfig) -> bool:
         return False
 
 
-def preset(name: str, task: Task, encoding: str, max_length: int | None = None, seed: int = 0) -> RunConfig:
-    """The run that a preset means for this task and encoding."""
+def preset(
+    name: str, task: Task, encoding: str, max_length: int | None = None, seed: int = 0,
+    architecture: str = "transformer",
+) -> RunConfig:
+    """The run that a preset means for this task and encoding, or for an architecture that takes no encoding."""
+    from prism.architectures import find_architecture
     from prism.encodings import find_encoding
 
     if name not in PRESETS:
@@ -160,7 +188,11 @@ def preset(name: str, task: Task, encoding: str, max_length: int | None = None, 
         task=task, encoding=encoding, positions=chosen.Config(), preset=name, seed=seed,
         max_length=task.training_length if max_length is None else max_length,
     )
-    return chosen.preset(name, _PRESETS[name](base))
+    built = find_architecture(architecture)
+    base = _PRESETS[name](base)
+    if not built.takes_encoding:
+        return dataclasses.replace(base, architecture=architecture, model=built.preset(name, base))
+    return chosen.preset(name, base)
 
 
 def _paper(base: RunConfig) -> RunConfig:

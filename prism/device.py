@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from prism.config import Matmul, ModelConfig
+from prism.config import Matmul
 from prism.errors import UserError
+from prism.settings import SizeConfig
 
 SMALL_WIDTH = 128  # up to here a layer's operations are too short to be worth dividing
 
@@ -47,7 +48,7 @@ def matmul_precision(chosen: Matmul) -> Iterator[None]:
             switch.fp32_precision = precision
 
 
-def use_threads(asked: int | None, model: ModelConfig) -> None:
+def use_threads(asked: int | None, model: SizeConfig) -> None:
     """Sets the threads of this process: as asked, or one for a small model, or as PyTorch thinks best.
 
     A second thread makes a small model 15 % faster on an idle machine, and ten times slower on a busy one, where each

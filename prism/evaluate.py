@@ -15,11 +15,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from prism.architectures import Architecture
 from prism.data import Batch, Stream, Vocabulary, collate, draw, vocabulary
-from prism.errors import RunError, is_out_of_memory
+from prism.errors import RunError, TooLong, is_out_of_memory
 from prism.step import WIDTH_MULTIPLE
 from prism.tasks import Example, Task
-from prism.transformer import Transformer
 
 TEST_SEED = 0  # every run is tested on the same examples, whatever its own seed
 NUMBERS_AT_ONCE = 1 << 27  # float32 numbers a pass may need on a CPU: 512 MiB
@@ -66,24 +66,33 @@ def wilson(correct: int, examples: int) -> tuple[float, float]:
 
 
 def sweep(
-    model: Transformer,
+    model: Architecture,
     task: Task,
     lengths: Iterable[int],
     examples: int,
     stream: Stream = "test",
     report: Callable[[str, Score], None] = lambda name, score: None,
+    leave_out: bool = False,
 ) -> dict[str, Score]:
-    """Length -> score, on examples of exactly that length. `report` hears of each length as it is done."""
+    """Length -> score, on examples of exactly that length. `report` hears of each length as it is done.
+
+    A length longer than the model can read is an error, or with `leave_out` has no score.
+    """
     scores = {}
     for length in lengths:
         drawn = draw(task, seed=TEST_SEED, stream=stream, step=0, size=examples, length=length)
-        scores[str(length)] = score(model, task, drawn)
+        try:
+            scores[str(length)] = score(model, task, drawn)
+        except TooLong:
+            if not leave_out:
+                raise
+            continue
         report(str(length), scores[str(length)])
     return scores
 
 
 def score_subsets(
-    model: Transformer, task: Task, report: Callable[[str, Score], None] = lambda name, score: None
+    model: Architecture, task: Task, report: Callable[[str, Score], None] = lambda name, score: None
 ) -> dict[str, Score]:
     """Name -> score of each fixed test set the task has (SCAN's), whole."""
     scores = {}
@@ -94,7 +103,7 @@ def score_subsets(
 
 
 @torch.no_grad()
-def score(model: Transformer, task: Task, examples: Sequence[Example]) -> Score:
+def score(model: Architecture, task: Task, examples: Sequence[Example]) -> Score:
     """Scores examples of any lengths, the batch cut into pieces that fit in memory."""
     words, device = vocabulary(task), next(model.parameters()).device
     width = WIDTH_MULTIPLE if device.type == "cuda" else 1  # kernels are compiled for each width they meet
@@ -120,7 +129,7 @@ def score(model: Transformer, task: Task, examples: Sequence[Example]) -> Score:
     return Score(len(examples), correct, loss / max(1, tokens), parts)
 
 
-def read_logits(model: Transformer, tokens: Int[Tensor, "batch time"]) -> Float[Tensor, "batch time vocabulary"]:
+def read_logits(model: Architecture, tokens: Int[Tensor, "batch time"]) -> Float[Tensor, "batch time vocabulary"]:
     """The model's logits; what is too long for one pass is read chunk by chunk: the same numbers in less memory."""
     rows, time = tokens.shape
     fitting = _tokens_that_fit(model, time)
@@ -130,24 +139,23 @@ def read_logits(model: Transformer, tokens: Int[Tensor, "batch time"]) -> Float[
     return torch.cat([model(tokens[:, first : first + chunk], cache) for first in range(0, time, chunk)], dim=1)
 
 
-def _tokens_that_fit(model: Transformer, time: int) -> int:
+def _tokens_that_fit(model: Architecture, time: int) -> int:
     """Tokens of sequences of this length that one pass has memory for, all its sequences together."""
-    config, device = model.config, next(model.parameters()).device
+    device = model.device
     numbers = NUMBERS_AT_ONCE
     if device.type == "cuda":
         numbers = int(torch.cuda.get_device_properties(device).total_memory * GPU_SHARE / 4)
-    each = config.heads * time + config.width * config.feedforward + model.encoding.footprint(time)
-    return max(1, numbers // (4 * each))  # about four such tensors are alive together
+    return max(1, numbers // (4 * model.numbers_per_token(time)))  # about four such tensors are alive together
 
 
-def _sequences_that_fit(model: Transformer, time: int) -> int:
+def _sequences_that_fit(model: Architecture, time: int) -> int:
     """How many sequences to read at once."""
-    config, device, fitting = model.config, next(model.parameters()).device, _tokens_that_fit(model, time)
+    device, fitting = model.device, _tokens_that_fit(model, time)
     if time <= min(LONG, fitting):
         return fitting // time
     size = max(1, fitting // FEWEST)
     if device.type == "cuda":  # a CPU's pass is so small that its cache is no matter
-        kept = 4 * config.layers * config.heads * time * (model.encoding.key_width(time) + config.head_width)
+        kept = 4 * model.numbers_kept(time)
         size = min(size, int(torch.cuda.get_device_properties(device).total_memory * CACHE_SHARE / kept))
     return max(1, size)
 
@@ -156,7 +164,7 @@ def _completion_loss(logits: Float[Tensor, "batch time vocabulary"], batch: Batc
     return torch.nn.functional.cross_entropy(logits[batch.mask], batch.targets[batch.mask], reduction="sum")
 
 
-def _pieces(model: Transformer, words: Vocabulary, examples: Sequence[Example]) -> Iterable[Sequence[Example]]:
+def _pieces(model: Architecture, words: Vocabulary, examples: Sequence[Example]) -> Iterable[Sequence[Example]]:
     """Consecutive examples, as many at once as the longest of them all allows."""
     time = max(len(words.split(example.prompt)) + len(words.split(example.completion)) for example in examples)
     size = _sequences_that_fit(model, time)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from prism.config import model_label
 from prism.disk import explained, from_json
 from prism.errors import UserError
 from prism.report import comparison_table
@@ -136,8 +137,8 @@ def _models(results: Sequence[Result]) -> dict[str, list[Result]]:
         found[config_hash(rest)].setdefault(result["config"]["seed"], result)
     names: dict[str, list[Result]] = {}
     for runs in map(list, map(dict.values, found.values())):
-        encoding, preset = runs[0]["config"]["encoding"], runs[0]["config"].get("preset")
-        tries = [encoding, f"{encoding}, {preset}", *(f"{encoding}, {preset}, {count}" for count in range(2, 99))]
+        label, preset = model_label(runs[0]["config"]), runs[0]["config"].get("preset")
+        tries = [label, f"{label}, {preset}", *(f"{label}, {preset}, {count}" for count in range(2, 99))]
         names[next(name for name in tries if name not in names)] = runs
     return names
 

@@ -6,17 +6,17 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from prism.architectures import Architecture
 from prism.config import LONGEST
 from prism.data import Vocabulary
 from prism.errors import UserError
-from prism.transformer import Transformer
 
 END = "."
 
 
 @torch.no_grad()
 def stream_tokens(
-    model: Transformer, prompts: Int[Tensor, "batch time"], limit: int
+    model: Architecture, prompts: Int[Tensor, "batch time"], limit: int
 ) -> Iterator[Int[Tensor, " batch"]]:
     """The most likely next token of each prompt, `limit` times, each fed back. All prompts have one length."""
     cache = model.new_cache(prompts.shape[1] + limit)
@@ -27,7 +27,7 @@ def stream_tokens(
         tokens = following[:, None]
 
 
-def generate(model: Transformer, words: Vocabulary, prompts: Sequence[str], limit: int) -> list[str]:
+def generate(model: Architecture, words: Vocabulary, prompts: Sequence[str], limit: int) -> list[str]:
     """The completion of each prompt, up to and including the end token, or `limit` tokens if none comes."""
     if not 1 <= limit <= LONGEST:
         raise UserError(f"the number of tokens to generate (limit) must be from 1 to {LONGEST:,}, got {limit}")
@@ -46,7 +46,7 @@ def generate(model: Transformer, words: Vocabulary, prompts: Sequence[str], limi
 
 
 def _until_all_end(
-    model: Transformer, words: Vocabulary, prompts: Int[Tensor, "batch time"], limit: int
+    model: Architecture, words: Vocabulary, prompts: Int[Tensor, "batch time"], limit: int
 ) -> list[list[int]]:
     end = int(words.encode(END)[0])
     made: list[list[int]] = [[] for _ in range(len(prompts))]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prism import checkpoints
+from prism.config import model_label
 from prism.disk import explained, replace_file, to_json
 from prism.errors import RunError, UserError
 from prism.report import result_table
@@ -28,7 +29,7 @@ class Kept:
     def line(self) -> str:
         config, test = self.result["config"], self.result["final"]["test"]
         sweep = "  ".join(f"{name}: {100 * one['exact']:.1f}" for name, one in test.items())
-        return (f"{self.path!s:28} {config['task']['name']} <= {config['max_length']}, {config['encoding']}, "
+        return (f"{self.path!s:28} {config['task']['name']} <= {config['max_length']}, {model_label(config)}, "
                 f"{self.result['parameters'] / 1e6:.2f} M parameters, {self.bytes / 1e6:.1f} MB\n{'':28} {sweep}")
 
 
@@ -78,7 +79,7 @@ def card(path: Path, result: Mapping[str, Any]) -> str:
     return f"""\
 # {path.name}
 
-A Transformer of {result["parameters"] / 1e6:.2f} M parameters with the positional encoding `{config["encoding"]}`, \
+A model of {result["parameters"] / 1e6:.2f} M parameters (`{model_label(config)}`) \
 for the task `{config["task"]["name"]}`, trained from scratch on examples of at most {config["max_length"]}.
 
 - data: drawn by `prism` from seed {config["seed"]}, {config["batch_size"]} examples a step

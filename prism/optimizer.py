@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prism.architectures import Architecture
 from prism.config import OptimizerConfig
-from prism.transformer import Transformer
 
 STATE = "optimizer."  # prefix of the optimiser's tensors in a checkpoint
 
 
-def make_optimizer(model: Transformer, config: OptimizerConfig, fused: bool = False) -> torch.optim.AdamW:
+def make_optimizer(model: Architecture, config: OptimizerConfig, fused: bool = False) -> torch.optim.AdamW:
     """One group for everything, but for what the encoding wants treated apart.
 
     A `fused` one is for a GPU: a kernel or two for all parameters, rates in tensors that a CUDA graph can read, and
     no update where its `found_inf` is 1.
     """
-    own = [dict(group) for group in model.encoding.optimizer_groups()]
+    own = [dict(group) for group in model.optimizer_groups()]
     apart = {id(parameter) for group in own for parameter in group["params"]}
     rest = [parameter for parameter in model.parameters() if id(parameter) not in apart]
     optimizer = torch.optim.AdamW(

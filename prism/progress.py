@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
+from prism.architectures import Architecture
 from prism.config import RunConfig
 from prism.evaluate import Score
-from prism.transformer import Transformer
 
 PLAIN_EVERY = 10.0  # seconds between plain lines
 
@@ -24,7 +24,7 @@ class Progress:
     ) -> None:
         pass
 
-    def start(self, config: RunConfig, model: Transformer, step: int) -> None: ...
+    def start(self, config: RunConfig, model: Architecture, step: int) -> None: ...
 
     def step(self, record: Mapping[str, Any], steps_per_second: float) -> None: ...
 
@@ -44,12 +44,12 @@ def for_terminal() -> Progress:
     return LiveProgress() if sys.stdout.isatty() else PlainProgress()
 
 
-def headline(config: RunConfig, model: Transformer, step: int) -> str:
+def headline(config: RunConfig, model: Architecture, step: int) -> str:
     """What is about to be trained, in a line."""
     size = sum(parameter.numel() for parameter in model.parameters())
     going_on = f", going on from step {step:,}" if step else ""
     return (
-        f"{config.encoding} on {config.task.name} <= {config.max_length}, preset {config.preset}, seed {config.seed}: "
+        f"{config.label} on {config.task.name} <= {config.max_length}, preset {config.preset}, seed {config.seed}: "
         f"{size / 1e6:.2f} M parameters, {config.steps:,} steps of {config.batch_size}{going_on}"
     )
 
@@ -66,7 +66,7 @@ class PlainProgress(Progress):
         self.last = 0.0
         self.steps = 0
 
-    def start(self, config: RunConfig, model: Transformer, step: int) -> None:
+    def start(self, config: RunConfig, model: Architecture, step: int) -> None:
         self.steps, self.last = config.steps, time.monotonic()
         print(headline(config, model, step), flush=True)
 
@@ -114,9 +114,9 @@ class LiveProgress(Progress):
     ) -> None:
         self.bar.stop()
 
-    def start(self, config: RunConfig, model: Transformer, step: int) -> None:
+    def start(self, config: RunConfig, model: Architecture, step: int) -> None:
         self.bar.console.print(headline(config, model, step), highlight=False)
-        self.line = self.bar.add_task(f"{config.encoding} · {config.task.name}", total=config.steps, detail="")
+        self.line = self.bar.add_task(f"{config.label} · {config.task.name}", total=config.steps, detail="")
         self.bar.update(self.line, completed=step)
 
     def step(self, record: Mapping[str, Any], steps_per_second: float) -> None:

@@ -8,15 +8,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from prism.architectures import Architecture
 from prism.config import RunConfig
 from prism.runs import RunFolder, config_hash
-from prism.transformer import Transformer
 
 Scores = Mapping[str, Mapping[str, Any]]  # length or subset -> a `Score` as JSON
 
 
 def summarise(
-    config: RunConfig, model: Transformer, folder: RunFolder, best: Scores, best_step: int | None, seconds: float
+    config: RunConfig, model: Architecture, folder: RunFolder, best: Scores, best_step: int | None, seconds: float
 ) -> dict[str, Any]:
     """What result.json says: enough to draw and quote from, without the run folder."""
     history = folder.evaluations()

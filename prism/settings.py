@@ -30,6 +30,15 @@ class Settings:
                 _check_range(field.name, element, field.metadata)
 
 
+@dataclasses.dataclass(frozen=True)
+class SizeConfig(Settings):
+    """What every model has a size in."""
+
+    width: int = setting(192, low=2, high=65_536)  # of the token embedding
+    layers: int = setting(5, low=1, high=1_024)
+    vocabulary: int = setting(64, low=2, high=1_048_576)
+
+
 def check_type(name: str, value: Any, annotation: Any) -> None:
     """Raises `UserError` unless `value` is of the annotated type (int passes for float; bool never for int)."""
     if not _matches(value, annotation):

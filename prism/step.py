@@ -23,11 +23,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from prism.architectures import Architecture
 from prism.config import RunConfig
 from prism.data import Batch
 from prism.errors import RunError, is_out_of_memory
 from prism.optimizer import make_optimizer, recordable, set_rates
-from prism.transformer import Transformer
 
 IGNORED = -100  # no token's id: a target the loss passes over
 WIDTH_MULTIPLE = 8  # on a GPU widths are rounded up to this, so that a few recordings serve every batch
@@ -51,7 +51,7 @@ class Fault(NamedTuple):
     norm: float
 
 
-def completion_loss(model: Transformer, made: Batch) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+def completion_loss(model: Architecture, made: Batch) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """Mean cross-entropy over the completion's tokens, and the share of examples that are right as a whole."""
     logits = model(made.tokens)
     # Not logits[mask]: how many there are is known to the host only after waiting for the device.
@@ -66,7 +66,7 @@ def step_seed(seed: int, step: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} step {step}".encode(), digest_size=7).digest(), "big")
 
 
-def make_step(model: Transformer, config: RunConfig, graph: bool) -> "TrainingStep":
+def make_step(model: Architecture, config: RunConfig, graph: bool) -> "TrainingStep":
     """The step for the device the model is on; `graph` chooses between the two forms of a GPU."""
     if next(model.parameters()).device.type == "cpu":
         return TrainingStep(model, config)
@@ -80,7 +80,7 @@ class TrainingStep:
     sees_every_step = True  # whether reading a result costs nothing; else it is read now and then
     fused = False
 
-    def __init__(self, model: Transformer, config: RunConfig) -> None:
+    def __init__(self, model: Architecture, config: RunConfig) -> None:
         self.model, self.config = model, config
         self.device = next(model.parameters()).device
         self.optimizer = make_optimizer(model, config.optimizer, self.fused)
@@ -110,7 +110,7 @@ class TrainingStep:
         """Leaves clipped gradients in the parameters; loss, share of right examples, and norm before clipping."""
         self.model.train()
         loss, exact = completion_loss(self.model, made)
-        penalty = self.model.encoding.penalty()
+        penalty = self.model.penalty()
         self.optimizer.zero_grad()
         (loss if penalty is None else loss + penalty).backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip)
@@ -147,7 +147,7 @@ class LatchedStep(TrainingStep):
     sees_every_step = False
     fused = True
 
-    def __init__(self, model: Transformer, config: RunConfig) -> None:
+    def __init__(self, model: Architecture, config: RunConfig) -> None:
         super().__init__(model, config)
         self.latch = Latch(self.device)
         self.optimizer.found_inf = self.latch.closed  # type: ignore[attr-defined]  # where 1, a step changes nothing
@@ -190,7 +190,7 @@ class GraphedStep(LatchedStep):
     replay: weights, optimiser state, inputs, latch and results all lie outside.
     """
 
-    def __init__(self, model: Transformer, config: RunConfig) -> None:
+    def __init__(self, model: Architecture, config: RunConfig) -> None:
         super().__init__(model, config)
         self._recorded: dict[tuple[int, ...], tuple[Batch, Callable[[], None]]] = {}
         self._recorder = Recorder(self.device)

@@ -10,7 +10,7 @@ from typing import Any
 
 from prism.config import RunConfig, means
 from prism.curriculum import longest_at
-from prism.data import Batch, Prefetcher, batch, draw
+from prism.data import Batch, Prefetcher, batch, collate, draw, vocabulary
 from prism.device import matmul_precision, wants_graph
 from prism.errors import Interrupted, RunError, UserError, is_out_of_memory
 from prism.evaluate import Score, score_subsets, sweep
@@ -48,6 +48,8 @@ def train(
     progress = progress or silent()
     graph = wants_graph(graph, device)
     _refuse_lengths_without_examples(config)
+    if not RunFolder.exists(out):
+        _refuse_too_long(config)
     with RunFolder.create(out, _as_stored(config, out, resume), resume=resume) as folder:
         finished = folder.result()
         if finished is not None:
@@ -69,6 +71,16 @@ def _refuse_lengths_without_examples(config: RunConfig) -> None:
     draw(task, seed=0, stream="validation", step=0, size=1, length=longest)
     for length in config.test_lengths():
         draw(task, seed=0, stream="test", step=0, size=1, length=length)
+
+
+def _refuse_too_long(config: RunConfig) -> None:
+    """Training lengths have to fit; test lengths that do not are left out of the sweeps."""
+    task, most = config.task, build(config).longest()
+    drawn = draw(task, seed=0, stream="validation", step=0, size=100, length=config.max_length)
+    needed = collate(vocabulary(task), drawn).tokens.shape[1]
+    if most is not None and needed > most:
+        raise UserError(f"{config.label} can read {most:,} tokens, and {task.name} up to {config.max_length} has "
+                        f"sequences of {needed:,}: give it more places, or a smaller --max-length")
 
 
 @contextmanager
@@ -179,7 +191,7 @@ class _Training:
 
     def _test(self, examples: int, report: Callable[[str, Score], None]) -> dict[str, Score]:
         config = self.config
-        scores = sweep(self.model, config.task, config.test_lengths(), examples, report=report)
+        scores = sweep(self.model, config.task, config.test_lengths(), examples, report=report, leave_out=True)
         return {**scores, **score_subsets(self.model, config.task, report)}
 
     def _save(self) -> None:

@@ -6,12 +6,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from prism.architectures import Architecture, find_architecture
 from prism.config import RunConfig
 from prism.data import Vocabulary, vocabulary
-from prism.encodings import find_encoding
 from prism.errors import UserError
 from prism.runs import RunFolder
-from prism.transformer import Transformer
 
 WEIGHTS = "model."  # prefix of the weights in a checkpoint; the optimiser's state stands beside them
 
@@ -22,20 +21,16 @@ class Trained:
 
     folder: RunFolder
     config: RunConfig
-    model: Transformer
+    model: Architecture
     words: Vocabulary
     step: int
     skipped: tuple[str, ...] = ()  # a sentence for each newer checkpoint that could not be trusted
 
 
-def build(config: RunConfig) -> Transformer:
+def build(config: RunConfig) -> Architecture:
     """The untrained model of a configuration; the same seed gives the same weights."""
     torch.manual_seed(config.seed)
-    model = config.model
-    encoding = find_encoding(config.encoding)(
-        model.width, model.layers, model.heads, model.head_width, config.positions
-    )
-    return Transformer(model, encoding)
+    return find_architecture(config.architecture).build(config)  # a Transformer's encoding gets its hints there
 
 
 def open_run(path: str | Path, step: int | None = None, device: str | torch.device = "cpu") -> Trained:
@@ -55,12 +50,12 @@ def open_run(path: str | Path, step: int | None = None, device: str | torch.devi
     )
 
 
-def weights(model: Transformer) -> dict[str, Tensor]:
+def weights(model: Architecture) -> dict[str, Tensor]:
     """The tensors of a model under the names they have in a checkpoint."""
     return {WEIGHTS + name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
-def load_weights(model: Transformer, tensors: dict[str, Tensor]) -> None:
+def load_weights(model: Architecture, tensors: dict[str, Tensor]) -> None:
     """Puts a checkpoint's weights into a model of the same configuration."""
     own = {name.removeprefix(WEIGHTS): tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}
     try:

@@ -4,13 +4,17 @@ Dimensions: batch; time = tokens of this chunk; width = of the residual stream; 
 """
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from prism.config import ModelConfig
+from prism.architectures.architecture import Architecture
+from prism.config import ModelConfig, RunConfig
+from prism.encodings import find_encoding
 from prism.encodings.encoding import NO_TOKEN, Encoding, Stream
 from prism.ops.attention import attend, visible
 
@@ -97,8 +101,15 @@ class Block(nn.Module):
         return x + self.feedforward(x)
 
 
-class Transformer(nn.Module):
+class Transformer(Architecture):
     """Token ids -> next-token logits, with the unembedding tied to the embedding."""
+
+    name = "transformer"
+    summary = "a pre-norm decoder; its positions are an encoding's business"
+    citation = "Vaswani et al., Attention Is All You Need, 2017"
+    Config = ModelConfig
+    config: ModelConfig
+    takes_encoding = True
 
     def __init__(self, config: ModelConfig, encoding: Encoding) -> None:
         super().__init__()
@@ -112,6 +123,19 @@ class Transformer(nn.Module):
         for block in self.blocks:
             for last in (block.attention.out, block.feedforward[-1]):  # type: ignore[union-attr, index]
                 nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * config.layers))  # type: ignore[union-attr, arg-type]
+
+    @classmethod
+    def build(cls, config: RunConfig) -> "Transformer":
+        size = config.model
+        assert isinstance(size, ModelConfig)
+        encoding = find_encoding(config.encoding)(
+            size.width, size.layers, size.heads, size.head_width, config.positions
+        )
+        if encoding.hint is not None:
+            from prism.hints import hints_of
+
+            encoding.hints = hints_of(config.task, encoding.hint)
+        return cls(size, encoding)
 
     def forward(
         self, tokens: Int[Tensor, "batch time"], cache: Cache | None = None
@@ -141,6 +165,24 @@ class Transformer(nn.Module):
     def new_cache(self, capacity: int) -> Cache:
         """For generating, or reading in chunks, sequences of at most `capacity` tokens."""
         return Cache(self._new_stream(capacity))
+
+    def longest(self) -> int | None:
+        most = self.encoding.longest()
+        return None if most is None else most - self.config.start_token
+
+    def penalty(self) -> Float[Tensor, ""] | None:
+        return self.encoding.penalty()
+
+    def optimizer_groups(self) -> Iterable[Mapping[str, Any]]:
+        return self.encoding.optimizer_groups()
+
+    def numbers_per_token(self, time: int) -> int:
+        config = self.config
+        return config.heads * time + config.width * config.feedforward + self.encoding.footprint(time)
+
+    def numbers_kept(self, time: int) -> int:
+        config = self.config
+        return config.layers * config.heads * time * (self.encoding.key_width(time) + config.head_width)
 
     def _new_stream(self, capacity: int) -> Stream:
         stream = self.encoding.start(capacity + self.config.start_token)

@@ -5,7 +5,7 @@ Dimensions: batch; time = tokens of this chunk; width = of the residual stream.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -41,7 +41,8 @@ class Sinusoidal(Encoding):
         if name == "quick":  # with shifts, so small a model does not reach its training length in so few steps
             return dataclasses.replace(base, positions=SinusoidalConfig(shift=0))
         # The paper's baseline is wider than its PRISM model, so that size cannot be what decides.
-        model = dataclasses.replace(base.model, width=512, heads=8, head_width=64)
+        wider: dict[str, Any] = {"width": 512, "heads": 8, "head_width": 64}
+        model = dataclasses.replace(base.model, **wider)
         return dataclasses.replace(base, positions=SinusoidalConfig(), model=model)
 
     def start(self, capacity: int) -> Stream:
