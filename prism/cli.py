@@ -263,11 +263,12 @@ def reproduce(
         use_threads(None if at_once == 1 else 1, cell.config().model)
         train_cell(cell, places, pick_device(device))
     elif minutes is not None:
-        from prism.reproduce.runner import Runner
+        from prism.reproduce.runner import Runner, reproduce_command
 
         if not 0 < minutes < 10**6:
             raise UserError(f"--minutes must be a number above 0, got {minutes}")
-        if not Runner(chosen(only), places, pick_device(device), at_once).run(minutes):
+        command = reproduce_command(places, pick_device(device), at_once)
+        if not Runner(chosen(only), places, command, at_once).run(minutes):
             raise RunError("not every cell could be trained: see the logs beside the run folders named above")
     elif figures:
         from prism.reproduce.page import draw_all

@@ -1,5 +1,7 @@
 """What a command computes on: which device, in which precision, and how many threads of a CPU."""
 
+import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,6 +48,15 @@ def matmul_precision(chosen: Matmul) -> Iterator[None]:
     finally:
         for switch, precision in zip(switches, before, strict=True):
             switch.fp32_precision = precision
+
+
+def most_memory(device: torch.device) -> int:
+    """The most bytes taken at once so far: of a GPU's memory by this process's tensors; on a CPU by the whole process,
+    libraries included."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    kibibytes = sys.platform != "darwin"
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if kibibytes else 1)
 
 
 def use_threads(asked: int | None, model: SizeConfig) -> None:

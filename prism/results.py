@@ -10,13 +10,15 @@ from typing import Any
 
 from prism.architectures import Architecture
 from prism.config import RunConfig
+from prism.device import most_memory
 from prism.runs import RunFolder, config_hash
 
 Scores = Mapping[str, Mapping[str, Any]]  # length or subset -> a `Score` as JSON
 
 
 def summarise(
-    config: RunConfig, model: Architecture, folder: RunFolder, best: Scores, best_step: int | None, seconds: float
+    config: RunConfig, model: Architecture, folder: RunFolder, best: Scores, best_step: int | None, seconds: float,
+    steps_per_second: float,
 ) -> dict[str, Any]:
     """What result.json says: enough to draw and quote from, without the run folder."""
     history = folder.evaluations()
@@ -30,6 +32,7 @@ def summarise(
         "top3": {"evaluations": len(history), "test": top_three(history)},
         "history": history,
         "seconds": seconds,  # of this process: a resumed run counts from its resume
+        "cost": {"steps_per_second": steps_per_second, "peak_memory": most_memory(model.device)},  # likewise
         "environment": environment,
     }
 

@@ -103,6 +103,7 @@ class _Training:
         self.standing = Standing()
         self.resumed_at = self._go_on()
         self.began = time.perf_counter()
+        self.aside = 0.0  # seconds spent on anything but steps: evaluations and checkpoints
 
     def run(self) -> dict[str, Any]:
         config, standing = self.config, self.standing
@@ -114,11 +115,16 @@ class _Training:
                     self._step(made)
                 at_end = standing.step == config.steps
                 due = standing.step % config.evaluation.every == 0 and standing.ready
-                improved = (due or at_end) and self._evaluate(at_end)
+                improved = False
+                if due or at_end:
+                    self._refuse_non_finite()  # it waits for the device, so that what follows is not taken for steps
+                    with self._not_training():
+                        improved = self._evaluate(at_end)
                 stopped_by = received[0] if received else None  # looked at once: what comes later ends the next step
                 # Always after the evaluation: a checkpoint stands for everything up to its step, records included.
                 if improved or at_end or stopped_by or standing.step % config.evaluation.checkpoint_every == 0:
-                    self._save()
+                    with self._not_training():
+                        self._save()
                 if stopped_by and not at_end:
                     raise Interrupted(stopped_by, standing.step)
         return self._finish()
@@ -173,7 +179,6 @@ class _Training:
 
     def _evaluate(self, at_end: bool) -> bool:
         """Records a sweep; true if the model is the best so far on validation at its training length."""
-        self._refuse_non_finite()
         config, standing = self.config, self.standing
         most = config.evaluation.final_examples  # for validation every time: the best is the best on the same examples
         validation = sweep(self.model, config.task, [config.max_length], most, "validation")[str(config.max_length)]
@@ -188,6 +193,12 @@ class _Training:
             standing.best_step = standing.step
             standing.best_exact, standing.best_loss = validation.exact, validation.loss
         return improved
+
+    @contextmanager
+    def _not_training(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.aside += time.perf_counter() - began
 
     def _test(self, examples: int, report: Callable[[str, Score], None]) -> dict[str, Score]:
         config = self.config
@@ -217,11 +228,13 @@ class _Training:
     def _finish(self) -> dict[str, Any]:
         """The result: the final weights, and beside them the best by training length on as many examples."""
         seconds = time.perf_counter() - self.began
+        training = seconds - self.aside
         final = self.folder.evaluations()[-1]["test"]
         best, best_step = final, self.standing.best_step
         if best_step is not None and best_step != self.config.steps:
             best = self._test_best(best_step)
-        result = summarise(self.config, self.model, self.folder, best, best_step, seconds)
+        speed = (self.config.steps - self.resumed_at) / training
+        result = summarise(self.config, self.model, self.folder, best, best_step, seconds, speed)
         self.folder.write_result(result)
         return result
 

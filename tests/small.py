@@ -142,7 +142,7 @@ def fingerprint(folder: Path) -> dict[str, Any]:
     return {
         "step": checkpoint.step, "state": checkpoint.state, "tensors": hashes,
         "metrics": (folder / "metrics.jsonl").read_bytes(), "evaluations": (folder / "evaluations.jsonl").read_bytes(),
-        "result": {key: value for key, value in result.items() if key not in ("seconds", "environment")},
+        "result": {key: value for key, value in result.items() if key not in ("seconds", "cost", "environment")},
         "kept": RunFolder.open(folder).checkpoint_steps(),
     }
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from prism.config import RunConfig
 from prism.errors import UserError
 from prism.reproduce import matrix as matrices
 from prism.reproduce.claims import CLAIMS
-from prism.reproduce.matrix import Cell, Model, Row, chosen, find_cell, matrix
+from prism.reproduce.cells import Cell, Model, Row
+from prism.reproduce.matrix import chosen, find_cell, matrix
 from prism.reproduce.page import draw_all
 from prism.reproduce.runner import Runner, train_cell
 from prism.reproduce.scan_lengths import lengths
@@ -167,25 +169,27 @@ def test_costs_come_from_what_was_measured(places):
 # --- The runner ---
 
 
-class TinyRunner(Runner):
-    """Trains cells that are not in the matrix, by the same means."""
+def tiny_command(cell: Cell, places: Places) -> list[str]:
+    """Trains a cell that is not in the matrix, by the same means."""
+    program = f"""
+        import sys, torch
+        from pathlib import Path
+        from prism.errors import Interrupted
+        from prism.reproduce.cells import Cell, Model
+        from prism.reproduce.runner import train_cell
+        from prism.reproduce.status import Places
+        torch.set_num_threads(1)
+        cell = {cell!r}
+        try:
+            train_cell(cell, Places(Path({str(places.results)!r}), Path({str(places.runs)!r})), "cpu")
+        except Interrupted as stop:
+            sys.exit(128 + stop.signal)
+    """
+    return [sys.executable, "-c", textwrap.dedent(program)]
 
-    def command(self, cell: Cell) -> list[str]:
-        program = f"""
-            import sys, torch
-            from pathlib import Path
-            from prism.errors import Interrupted
-            from prism.reproduce.matrix import Cell, Model
-            from prism.reproduce.runner import train_cell
-            from prism.reproduce.status import Places
-            torch.set_num_threads(1)
-            cell = {cell!r}
-            try:
-                train_cell(cell, Places(Path({str(self.places.results)!r}), Path({str(self.places.runs)!r})), "cpu")
-            except Interrupted as stop:
-                sys.exit(128 + stop.signal)
-        """
-        return [sys.executable, "-c", textwrap.dedent(program)]
+
+def tiny_runner(cells: list[Cell], places: Places, at_once: int, say: Callable[[str], None] = print) -> Runner:
+    return Runner(cells, places, lambda cell: tiny_command(cell, places), at_once, say)
 
 
 def test_the_runner_trains_what_is_missing_and_tells_what_failed(places, monkeypatch):
@@ -194,7 +198,7 @@ def test_the_runner_trains_what_is_missing_and_tells_what_failed(places, monkeyp
     train_cell(tiny(), places, "cpu")
     said: list[str] = []
     cells = [tiny(), tiny(seed=1)]
-    runner = TinyRunner(cells, places, "cpu", 2, said.append)
+    runner = tiny_runner(cells, places, 2, said.append)
     assert [cell.name for cell in runner.waiting] == [tiny(seed=1).name]  # what is done is not done again
     runner.waiting.append(impossible)
 
@@ -213,13 +217,13 @@ def test_at_the_end_of_the_time_runs_are_saved_and_go_on_the_next_time(places, m
     monkeypatch.setattr("prism.reproduce.runner.SAVING", 0.0)
     cell = tiny(steps=1_000_000, **{"evaluation.every": 1_000_000, "evaluation.checkpoint_every": 1_000_000})
     said: list[str] = []
-    runner = TinyRunner([cell], places, "cpu", 1, said.append)
+    runner = tiny_runner([cell], places, 1, said.append)
     assert runner.run(8 / 60) is True
     stopped = standing(cell, places)
     assert stopped.kind == "stopped"
     assert stopped.step > 0
     assert any(f"stopped   {cell.name} at step {stopped.step:,}" in line for line in said)
-    assert TinyRunner([cell], places, "cpu", 1, said.append).run(8 / 60) is True
+    assert tiny_runner([cell], places, 1, said.append).run(8 / 60) is True
     assert standing(cell, places).step > stopped.step
 
 
@@ -228,11 +232,11 @@ def test_ctrl_c_stops_the_runner_like_the_deadline(places, tmp_path):
         import sys
         sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
         from pathlib import Path
-        from tests.test_reproduce import TinyRunner, tiny
+        from tests.test_reproduce import tiny, tiny_runner
         from prism.reproduce.status import Places
         cell = tiny(steps=10**6, **{{"evaluation.every": 10**6, "evaluation.checkpoint_every": 10**6}})
         print("ready", flush=True)
-        TinyRunner([cell], Places(Path({str(places.results)!r}), Path({str(places.runs)!r})), "cpu", 1).run(60)
+        tiny_runner([cell], Places(Path({str(places.results)!r}), Path({str(places.runs)!r})), 1).run(60)
     """)
     cell = tiny(steps=10**6, **{"evaluation.every": 10**6, "evaluation.checkpoint_every": 10**6})
     pipe = subprocess.PIPE

@@ -1,13 +1,14 @@
 """How long a call takes on the device it runs on: several calls in turn, each warmed up first."""
 
 import math
-import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+
+from prism.device import most_memory
 
 Call = Callable[[], Any]
 WARM_UP = 2
@@ -105,18 +106,14 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self.device)
             self._before = torch.cuda.memory_allocated(self.device)
         else:
-            self._before = _most_of_process()
+            self._before = most_memory(self.device)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.device.type == "cuda":
             self.bytes = torch.cuda.max_memory_allocated(self.device) - self._before
-        elif (most := _most_of_process()) > self._before:
+        elif (most := most_memory(self.device)) > self._before:
             self.bytes = most
 
     def __str__(self) -> str:
         return "" if self.bytes is None else f"   peak memory {self.bytes / 2**30:.2f} GiB"
-
-
-def _most_of_process() -> int:
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux

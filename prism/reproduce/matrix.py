@@ -1,72 +1,16 @@
 """The matrix: every run behind a figure or a table, in order of what it is worth.
 
-A cell is one training: a part of the work, a task and its training length, a model, a seed. Models are presets with
-the changes that make them; a new row of an ablation is a line here.
+Models are presets with the changes that make them; a new row of an ablation is a line here.
 """
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from prism.config import Preset, RunConfig, preset
 from prism.errors import UserError
-from prism.tasks import find_task
+from prism.reproduce.cells import Cell, Model, Row
 
-Changes = Mapping[str, Any]
 SEEDS = (0, 1, 2)
-
-
-@dataclass(frozen=True)
-class Model:
-    """What is trained: a preset of an encoding, and what is changed in it."""
-
-    label: str
-    preset: Preset
-    encoding: str = "prism"
-    changes: Changes = field(default_factory=dict, hash=False)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One run of the matrix. Its name is its result's path under the folder of results."""
-
-    part: str
-    task: str
-    max_length: int
-    model: Model
-    seed: int
-    changes: Changes = field(hash=False)  # of every model of this row: steps, test lengths
-
-    @property
-    def row(self) -> str:
-        """The cell but for its seed."""
-        return f"{self.part}/{self.task}-{self.max_length}/{self.model.label}"
-
-    @property
-    def name(self) -> str:
-        return f"{self.row}-seed{self.seed}"
-
-    def config(self) -> RunConfig:
-        base = preset(
-            self.model.preset, find_task(self.task)(), self.model.encoding, max_length=self.max_length, seed=self.seed
-        )
-        return base.changed({**self.changes, **self.model.changes})
-
-
-@dataclass(frozen=True)
-class Row:
-    """A task at a training length, and the models trained on it."""
-
-    part: str
-    task: str
-    max_length: int
-    models: tuple[Model, ...]
-    changes: Changes
-
-    def cells(self, seed: int) -> list[Cell]:
-        return [Cell(self.part, self.task, self.max_length, model, seed, self.changes) for model in self.models]
 
 
 def _steps(steps: int, *lengths: int, **more: Any) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from typing import Any
 from prism.disk import explained, replace_file
 from prism.evaluate import wilson
 from prism.figures import extrapolation, save_figure
+from prism.reproduce.cells import Cell
 from prism.reproduce.claims import CLAIMS
-from prism.reproduce.matrix import Cell, matrix
+from prism.reproduce.matrix import matrix
 from prism.reproduce.scan_lengths import draw_lengths
 from prism.reproduce.status import current_result, result_file
 from prism.tasks import find_task

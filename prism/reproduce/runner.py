@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from prism.config import means
-from prism.disk import explained, replace_file, to_json
+from prism.disk import explained
 from prism.errors import RunError, UserError
-from prism.reproduce.matrix import Cell
+from prism.reproduce.cells import Cell
 from prism.reproduce.status import Places, minutes_left, standing
 from prism.runs import RunFolder
 from prism.signals import collected
@@ -37,11 +37,16 @@ def train_cell(cell: Cell, places: Places, device: str) -> dict[str, Any]:
         aside = folder.with_name(f"{folder.name}-before-{time.strftime('%Y%m%d-%H%M%S')}")
         os.replace(folder, aside)  # of an older matrix: nothing a user has made is lost
     result = train(config, folder, resume=RunFolder.exists(folder), device=device)
-    path = places.result(cell)
-    with explained("create", path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, to_json(result, path.name, indent=1))
+    places.keep(cell, result)
     return result
+
+
+def reproduce_command(places: Places, device: str, at_once: int) -> Callable[[Cell], list[str]]:
+    """What trains a cell of the matrix in a process of its own."""
+    return lambda cell: [
+        sys.executable, "-m", "prism", "reproduce", "--train", cell.name, "--results", str(places.results),
+        "--runs", str(places.runs), "--device", device, "--at-once", str(at_once),
+    ]
 
 
 @dataclass
@@ -58,13 +63,17 @@ class Worker:
 
 
 class Runner:
-    """Keeps `at_once` workers busy with the cells given, in their order."""
+    """Keeps `at_once` workers busy with the cells given, in their order.
 
-    def __init__(self, cells: Sequence[Cell], places: Places, device: str, at_once: int,
-                 say: Callable[[str], None] = print) -> None:
+    `say` hears of what begins and ends; `watch`, if given, looks at the runner twice a second, in place of a line now
+    and then.
+    """
+
+    def __init__(self, cells: Sequence[Cell], places: Places, command: Callable[[Cell], list[str]], at_once: int,
+                 say: Callable[[str], None] = print, watch: Callable[["Runner"], None] | None = None) -> None:
         if at_once < 1:
             raise UserError(f"--at-once must be at least 1, got {at_once}")
-        self.places, self.device, self.at_once, self.say = places, device, at_once, say
+        self.places, self.command, self.at_once, self.say, self.watch = places, command, at_once, say, watch
         self.standings = [standing(cell, places) for cell in cells]
         self.waiting = [one.cell for one in self.standings if one.kind not in ("done", "running")]
         self.workers: list[Worker] = []
@@ -82,19 +91,14 @@ class Runner:
                     break
                 while self.waiting and len(self.workers) < self.at_once:
                     self._start(self.waiting.pop(0))
-                if time.monotonic() - heard >= SAY_EVERY:
+                if self.watch is not None:
+                    self.watch(self)
+                elif time.monotonic() - heard >= SAY_EVERY:
                     heard = time.monotonic()
                     self.say(self._line())
                 time.sleep(LOOK_EVERY)
             self._stop_all("a signal" if received else "the end of the time given")
         return not self.failed
-
-    def command(self, cell: Cell) -> list[str]:
-        """What trains a cell in a process of its own."""
-        return [
-            sys.executable, "-m", "prism", "reproduce", "--train", cell.name, "--results", str(self.places.results),
-            "--runs", str(self.places.runs), "--device", self.device, "--at-once", str(self.at_once),
-        ]
 
     def _start(self, cell: Cell) -> None:
         folder = self.places.run(cell)
@@ -139,24 +143,24 @@ class Runner:
     def _line(self) -> str:
         parts = []
         for worker in self.workers:
-            timings = _timings(self.places.run(worker.cell))
+            timings = self.timings(worker.cell)
             at = f"{timings['step']:,}/{worker.cell.config().steps:,} at {timings['steps_per_second']:.0f}/s" if (
                 timings) else "starting"
             parts.append(f"{worker.cell.name} {at}")
         return f"{time.strftime('%H:%M:%S')}  {len(self.done)} done, {len(self.waiting)} waiting; " + "; ".join(parts)
 
+    def timings(self, cell: Cell) -> dict[str, Any] | None:
+        """The last record of a run's speed: its step, and steps a second; None before there is one."""
+        try:
+            records = RunFolder.open(self.places.run(cell)).timings()
+        except (UserError, RunError):
+            return None
+        return records[-1] if records else None
+
     def _scores(self, cell: Cell) -> str:
         result = standing(cell, self.places).result
         test = {} if result is None else result["final"]["test"]
         return "  ".join(f"{name}: {100 * one['exact']:.1f}" for name, one in test.items())
-
-
-def _timings(folder: Path) -> dict[str, Any] | None:
-    try:
-        records = RunFolder.open(folder).timings()
-    except (UserError, RunError):
-        return None
-    return records[-1] if records else None
 
 
 def _last_line(log: Path) -> str:

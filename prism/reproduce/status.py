@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prism.config import means
+from prism.disk import explained, replace_file, to_json
 from prism.figures import read_result
-from prism.reproduce.matrix import Cell
+from prism.reproduce.cells import Cell
 from prism.runs import RunFolder
 
 Kind = Literal["done", "running", "stopped", "missing", "outdated"]
@@ -48,6 +49,13 @@ class Places:
 
     def run(self, cell: Cell) -> Path:
         return self.runs / cell.name
+
+    def keep(self, cell: Cell, result: Mapping[str, Any]) -> None:
+        """Keeps the result of a finished cell."""
+        path = self.result(cell)
+        with explained("create", path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, to_json(dict(result), path.name, indent=1))
 
 
 def current_result(cell: Cell, kept: Path) -> Mapping[str, Any] | None:
