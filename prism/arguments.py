@@ -18,6 +18,7 @@ Run = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 Runs = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 Prompt = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROMPT")]
 Whole = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+TaskName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TASK")]
 Text = Annotated[str | None, tyro.conf.arg(metavar="STR")]
 Texts = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")]
 Minutes = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
@@ -42,9 +43,13 @@ class TrainCommand:
 
     def again(self, out: str) -> str:
         """The command that goes on with this run in `out`: same task, same device, same threads, same steps."""
+        from prism.encodings import own_file
+
         flags = "".join(
             f" --{name} {value}" for name in ("device", "threads") if (value := getattr(self, name)) is not None
         )
+        if own := own_file(self.config.encoding):
+            flags += f" --encoding {shlex.quote(str(own))}"
         if self.graph != graph_is_default(self.device):
             flags += " --graph" if self.graph else " --no-graph"
         return f"prism train {self.config.task.name} --out {shlex.quote(out)} --resume{flags}"
@@ -106,6 +111,38 @@ def whole_number(arguments: Sequence[str], flag: str) -> int | None:
         return int(text)
     except ValueError:
         raise UserError(f"{flag} must be a whole number, got {text!r}") from None
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """`prism,rope` -> ("prism", "rope").
+
+    >>> split_names("prism, rope,")
+    ('prism', 'rope')
+    """
+    return tuple(name for name in text.replace(" ", "").split(",") if name)
+
+
+def with_own_encodings(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with the files that --encoding and --encodings name read, and their names in their places."""
+    given = list(arguments)
+    for place, argument in enumerate(given):
+        flag, equals, value = argument.partition("=")
+        if flag not in ("--encoding", "--encodings") or not (equals or place + 1 < len(given)):
+            continue
+        names = ",".join(map(_own_encoding, split_names(value if equals else given[place + 1])))
+        if equals:
+            given[place] = f"{flag}={names}"
+        else:
+            given[place + 1] = names
+    return given
+
+
+def _own_encoding(name: str) -> str:
+    if not name.endswith(".py"):
+        return name
+    from prism.encodings import add_encoding
+
+    return add_encoding(name).name
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:

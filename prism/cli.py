@@ -18,6 +18,7 @@ from prism.arguments import (
     Prompt,
     Run,
     Runs,
+    TaskName,
     Text,
     Texts,
     TrainCommand,
@@ -25,7 +26,10 @@ from prism.arguments import (
     default_folder,
     parse_lengths,
     parse_train,
+    split_names,
+    with_own_encodings,
 )
+from prism.config import Preset
 from prism.errors import Interrupted, RunError, UserError, is_out_of_memory, unknown
 from prism.tasks import all_tasks
 
@@ -93,7 +97,7 @@ def train(command: TrainCommand) -> None:
 
 
 def evaluate(
-    run: Run, lengths: str = "", examples: int = 1000, step: Whole = None, device: Text = None
+    run: Run, lengths: str = "", examples: int = 1000, step: Whole = None, encoding: Text = None, device: Text = None
 ) -> None:
     """Test a trained run on chosen lengths: exact match of the whole completion, with 95 % intervals.
 
@@ -104,6 +108,7 @@ def evaluate(
         lengths: test lengths, separated by commas; default: the run's own sweep.
         examples: per length.
         step: the checkpoint to test; default: the newest.
+        encoding: the file of your own encoding, where the run has one.
         device: cpu or cuda; default: the GPU if there is one.
     """
     from prism.device import matmul_precision, pick_device, use_threads
@@ -115,6 +120,7 @@ def evaluate(
     if examples < 1:
         raise UserError(f"--examples must be at least 1, got {examples}")
     trained = open_run(run, step, pick_device(device))
+    check_encoding_is(encoding, trained)
     use_threads(None, trained.config.model)
     say_skipped(trained.skipped)
     task = trained.config.task
@@ -131,7 +137,7 @@ def evaluate(
 
 
 def generate(
-    run: Run, prompt: Prompt, limit: Whole = None, step: Whole = None, device: Text = None
+    run: Run, prompt: Prompt, limit: Whole = None, step: Whole = None, encoding: Text = None, device: Text = None
 ) -> None:
     """Let a trained run complete a prompt, and say whether it is right.
 
@@ -142,6 +148,7 @@ def generate(
         prompt: the text up to and including '='.
         limit: most tokens to generate; default: what the right answer needs and a few more.
         step: the checkpoint to use; default: the newest.
+        encoding: the file of your own encoding, where the run has one.
         device: cpu or cuda; default: the GPU if there is one.
     """
     from prism.device import matmul_precision, pick_device, use_threads
@@ -149,6 +156,7 @@ def generate(
     from prism.trained import open_run
 
     trained = open_run(run, step, pick_device(device))
+    check_encoding_is(encoding, trained)
     use_threads(None, trained.config.model)
     say_skipped(trained.skipped)
     trained.words.encode(prompt)  # an unknown symbol is said before anything about the task's form
@@ -281,10 +289,60 @@ def reproduce(
         print(overview([standing(cell, places) for cell in chosen(only)]))
 
 
+def compare(
+    task: TaskName = "", encodings: str = "prism,nope,sinusoidal,rope,alibi,t5", architectures: str = "",
+    seeds: int = 3, steps: Whole = None, minutes: Minutes = None, preset: Preset = "quick", max_length: Whole = None,
+    lengths: str = "", at_once: Whole = None, out: Text = None,
+    from_: Annotated[Text, tyro.conf.arg(name="from")] = None, train: Text = None, device: Text = None,
+) -> None:
+    """Train many positional encodings on one task on equal terms, several seeds each: one table, one figure.
+
+    Example: prism compare copy --encodings prism,nope,rope,path/to/mine.py --seeds 3
+
+    Args:
+        task: a task; `prism tasks` lists them.
+        encodings: names separated by commas (`prism encodings` lists them), files of your own, or all.
+        architectures: the same for what has no positional encoding, such as lstm.
+        seeds: how many: 0, 1, 2 ...
+        steps: of training, for each; default: the preset's.
+        minutes: stop after so long; the same command goes on. Default: until all is done.
+        preset: quick, paper or best: size, steps, rates.
+        max_length: longest training example; default: the task's own.
+        lengths: test lengths, separated by commas; default: the task's own sweep.
+        at_once: runs at the same time; default: one a core, or four on a GPU.
+        out: folder for the run folders, the table and the figure; default: runs/compare/TASK-LENGTH-PRESET.
+        from_: redraw tables and figures from the results in this folder, without training.
+        train: train this one run, MODEL-seedN, here, to its end.
+        device: cpu or cuda; default: the GPU if there is one.
+    """
+    from prism.compare import Comparison, redraw, run, train_one
+    from prism.device import pick_device, use_threads
+    from prism.tasks import find_task
+
+    if from_ is not None:
+        redraw(Path(from_), Path(out or from_))
+        return
+    if not task:
+        raise UserError(f"prism compare needs a task first, e.g. prism compare copy (known: {', '.join(all_tasks())})")
+    if minutes is not None and not 0 < minutes < 10**6:
+        raise UserError(f"--minutes must be a number above 0, got {minutes}")
+    chosen = find_task(task)()
+    longest = chosen.training_length if max_length is None else max_length
+    asked = Comparison(
+        chosen, longest, preset, split_names(encodings), split_names(architectures), seeds,
+        Path(out or f"runs/compare/{task}-{longest}-{preset}"), steps, parse_lengths(lengths),
+    )
+    if train is not None:
+        use_threads(1, asked.cells()[0].config().model)
+        train_one(asked, train, pick_device(device))
+    else:
+        run(asked, minutes, at_once, pick_device(device))
+
+
 VERBS: dict[str, Callable[..., None]] = {
     "quickstart": quickstart, "tasks": tasks, "encodings": encodings, "train": train, "evaluate": evaluate,
     "generate": generate, "figures": figures, "bench": bench,
-    "reproduce": reproduce, "export": export, "models": models,
+    "compare": compare, "reproduce": reproduce, "export": export, "models": models,
 }
 
 
@@ -329,10 +387,17 @@ def dispatch(verb: str, arguments: list[str]) -> None:
     """Parses the flags of one verb and runs it."""
     if verb not in VERBS:
         raise unknown("command", verb, VERBS)
+    arguments = with_own_encodings(arguments)
     if verb == "train":
         train(parse_train(arguments))
     else:
         tyro.cli(VERBS[verb], args=arguments, prog=f"prism {verb}")
+
+
+def check_encoding_is(named: str | None, trained: Any) -> None:
+    """A file is only named to make its encoding known; the run says which it wants."""
+    if named is not None and named != trained.config.encoding:
+        raise UserError(f"--encoding is {named}, and {trained.folder.path} is a run of {trained.config.encoding}")
 
 
 def say_skipped(sentences: Sequence[str]) -> None:

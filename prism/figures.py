@@ -1,5 +1,6 @@
 """Run folders -> figures: extrapolation curves in the paper's style. Reads results, never trains."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ def draw_runs(paths: Sequence[Path], out: Path) -> list[Drawing]:
         groups[result["config"]["task"]["name"], result["config"]["max_length"]].append(result)
     drawings = []
     for (task, length), members in sorted(groups.items()):
-        models = _models(members)
+        models = models_of(members)
         written = save_figure(extrapolation(models), out, f"{task}-{length}")
         drawings.append(Drawing(f"{task}, trained up to {length}", _table(models), written))
     return drawings
@@ -62,7 +63,7 @@ def save_figure(figure: "Figure", folder: Path, stem: str) -> list[Path]:
 
 def _table(models: Mapping[str, Sequence[Result]]) -> str:
     """Every run's final scores, a row each."""
-    lengths = sorted({length for runs in models.values() for run in runs for length in _lengths(run)})
+    lengths = sorted({length for runs in models.values() for run in runs for length in lengths_of(run)})
     rows = {
         f"{name}, seed {run['config']['seed']}": run["final"]["test"]
         for name, runs in models.items()
@@ -98,7 +99,7 @@ def _check(result: Any) -> None:
     for one in result["final"]["test"].values():
         low, high = one["interval"]
         float(one["exact"]), float(low), float(high), int(one["examples"])
-    if not _lengths(result):
+    if not lengths_of(result):
         raise ValueError("no test lengths")
 
 
@@ -121,7 +122,7 @@ def extrapolation(models: Mapping[str, Sequence[Result]]) -> "Figure":
     axes.annotate(
         f" trained\n up to {config['max_length']}", (config["max_length"], 4), color="0.35", fontsize=9, va="bottom"
     )
-    _dress(axes, config, sorted({length for result in results for length in _lengths(result)}))
+    _dress(axes, config, sorted({length for result in results for length in lengths_of(result)}))
     if crowded:  # beside the curves, where it hides none of them
         figure.legend(frameon=False, fontsize=8, loc="outside right upper")
     else:
@@ -129,7 +130,45 @@ def extrapolation(models: Mapping[str, Sequence[Result]]) -> "Figure":
     return figure
 
 
-def _models(results: Sequence[Result]) -> dict[str, list[Result]]:
+def heat_map(models: Mapping[str, Sequence[Result]]) -> "Figure":
+    """Exact match as shade and number: a row a model, in the order given, a column a test length. For many models."""
+    from matplotlib.figure import Figure
+
+    config = next(iter(models.values()))[0]["config"]
+    lengths = sorted({length for runs in models.values() for run in runs for length in lengths_of(run)})
+    shares = [[_mean_exact(runs, length) for length in lengths] for runs in models.values()]
+    figure = Figure(figsize=(2.4 + 0.72 * len(lengths), 1.2 + 0.27 * len(models)), layout="constrained")
+    axes = figure.subplots()
+    axes.imshow([[math.nan if share is None else share for share in row] for row in shares],
+                cmap="Blues", vmin=0, vmax=140, aspect="auto")  # dark enough to tell apart, light enough to read on
+    for y, row in enumerate(shares):
+        for x, share in enumerate(row):
+            said = "refused" if share is None else f"{share:.0f}" if share in (0, 100) else f"{share:.1f}"
+            axes.text(x, y, said, ha="center", va="center", fontsize=8, color="0.45" if not share else "0.0",
+                      weight="bold" if share == 100 else "normal")
+    beyond = next((x for x, length in enumerate(lengths) if length > config["max_length"]), len(lengths))
+    axes.axvline(beyond - 0.5, color="0.2", linestyle="--", linewidth=1.2)
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+    axes.set_yticks(range(len(models)), [_title(name) + _seeds(runs) for name, runs in models.items()], fontsize=9)
+    axes.set_xlabel(f"test length: {find_task(config['task']['name']).length_means}; trained left of the dashed line")
+    axes.set_title(f"{config['task']['name']}, trained up to {config['max_length']}: exact match (%)", loc="left",
+                   fontsize=11)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    return figure
+
+
+def _mean_exact(runs: Sequence[Result], length: int) -> float | None:
+    """In %, over the seeds; None where it was not tested, as it cannot read that far."""
+    exact = [run["final"]["test"][str(length)]["exact"] for run in runs if str(length) in run["final"]["test"]]
+    return 100 * sum(exact) / len(exact) if exact else None
+
+
+def _seeds(runs: Sequence[Result]) -> str:
+    return f" ({len(runs)} seed{'s' if len(runs) > 1 else ''})"
+
+
+def models_of(results: Sequence[Result]) -> dict[str, list[Result]]:
     """Name -> the runs of one model, which differ in nothing but their seed; the same run given twice counts once."""
     found: dict[str, dict[int, Result]] = defaultdict(dict)
     for result in results:
@@ -146,7 +185,7 @@ def _models(results: Sequence[Result]) -> dict[str, list[Result]]:
 def _draw_curve(
     axes: "Axes", name: str, runs: Sequence[Result], colour: str, marker: str, style: str, band: bool
 ) -> None:
-    lengths = sorted(set.intersection(*(set(_lengths(run)) for run in runs)))
+    lengths = sorted(set.intersection(*(set(lengths_of(run)) for run in runs)))
     scores = [[run["final"]["test"][str(length)] for length in lengths] for run in runs]
     exact = [[100 * one["exact"] for one in row] for row in scores]
     mean = [sum(column) / len(column) for column in zip(*exact, strict=True)]
@@ -192,7 +231,8 @@ def _readable(lengths: Sequence[int]) -> Iterable[int]:
     return shown
 
 
-def _lengths(result: Result) -> list[int]:
+def lengths_of(result: Result) -> list[int]:
+    """The test lengths of a result, subsets aside."""
     return [int(name) for name in result["final"]["test"] if name.isdigit()]
 
 

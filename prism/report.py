@@ -1,6 +1,7 @@
 """Scores as text: the tables the command line prints."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import mean
 from typing import Any
 
 from prism.evaluate import Score, wilson
@@ -58,3 +59,19 @@ def _cell(score: Mapping[str, Any] | None) -> str:
         return f"{'-':>11}".ljust(20)
     low, high = wilson(round(score["exact"] * score["examples"]), score["examples"])
     return f"{100 * score['exact']:>8.1f} ({100 * low:.1f}-{100 * high:.0f})".ljust(20)
+
+
+def mean_and_range(scores: Sequence[Mapping[str, Any] | None]) -> str:
+    """Mean and range over seeds, or one seed's score and interval, where its examples are known."""
+    known = [one for one in scores if one is not None]
+    if not known:
+        return "-"
+    exact = [100 * one["exact"] for one in known]
+    if len(exact) > 1:
+        spread = f" ({min(exact):.1f} - {max(exact):.1f})" if max(exact) > min(exact) else ""
+        return f"{mean(exact):.1f}{spread}"
+    if "examples" not in known[0]:
+        return f"{exact[0]:.1f}"
+    examples = known[0]["examples"]
+    low, high = wilson(round(known[0]["exact"] * examples), examples)
+    return f"{exact[0]:.1f} ({100 * low:.1f} - {100 * high:.1f})"

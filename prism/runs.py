@@ -6,6 +6,7 @@
     timing.jsonl        whatever the wall clock had a say in, kept apart for that reason
     evaluations.jsonl   one record per evaluation
     result.json         the summary; there only when the run has finished
+    encoding.py         a copy of the encoding, where it came from a file of the user's; never executed from here
     checkpoints/        see prism/checkpoints.py
     .lock               held for the life of the run
 
@@ -153,6 +154,18 @@ class RunFolder:
         checkpoints.discard(folder, [later for later in checkpoints.steps(folder) if later > step])
         for journal in self._journals:
             journal.truncate(step)
+
+    def keep_source(self, name: str, content: bytes) -> None:
+        """Keeps a user's own code with the run that was made by it, for the record: nothing is ever run from there."""
+        self._writable()
+        path = self.path / name
+        with explained("read", path):
+            before = path.read_bytes() if path.exists() else None
+        if before is None:
+            replace_file(path, content)
+        elif before != content:
+            raise UserError(f"{path} is not what your file says today: it has changed since this run began. Put it "
+                            "back as it was to go on, or choose another --out")
 
     # --- Checkpoints ---
 

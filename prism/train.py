@@ -12,6 +12,7 @@ from prism.config import RunConfig, means
 from prism.curriculum import longest_at
 from prism.data import Batch, Prefetcher, batch, collate, draw, vocabulary
 from prism.device import matmul_precision, wants_graph
+from prism.encodings import own_file
 from prism.errors import Interrupted, RunError, UserError, is_out_of_memory
 from prism.evaluate import Score, score_subsets, sweep
 from prism.optimizer import load_optimizer, optimizer_tensors
@@ -54,6 +55,8 @@ def train(
         finished = folder.result()
         if finished is not None:
             return finished
+        if own := own_file(config.encoding):
+            folder.keep_source("encoding.py", own.read_bytes())
         with progress, matmul_precision(config.matmul):
             return _Training(config, folder, device, progress, graph).run()
 

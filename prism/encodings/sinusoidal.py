@@ -57,3 +57,26 @@ class Sinusoidal(Encoding):
                 stream.memory["shift"] = torch.randint(0, self.config.shift + 1, (x.shape[0], 1), device=x.device)
             positions = positions + stream.memory["shift"]
         return x + sinusoid(positions, self.width)
+
+
+class PlainSinusoidal(Sinusoidal):
+    """The same without shifts, whatever the preset."""
+
+    name = "sinusoidal_plain"
+    summary = "sinusoidal absolute positions, never shifted"
+    citation = "Vaswani et al., Attention Is All You Need, 2017"
+
+    @classmethod
+    def preset(cls, name: str, base: "RunConfig") -> "RunConfig":
+        return dataclasses.replace(base, positions=SinusoidalConfig(shift=0))
+
+
+class ShiftedSinusoidal(Sinusoidal):
+    """The same with shifts, whatever the preset."""
+
+    name = "sinusoidal_shifted"
+    summary = "sinusoidal absolute positions, in training from a random start"
+
+    @classmethod
+    def preset(cls, name: str, base: "RunConfig") -> "RunConfig":
+        return dataclasses.replace(base, positions=SinusoidalConfig())

@@ -3,12 +3,11 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from prism.disk import explained, replace_file
-from prism.evaluate import wilson
 from prism.figures import extrapolation, save_figure
+from prism.report import mean_and_range
 from prism.reproduce.cells import Cell
 from prism.reproduce.claims import CLAIMS
 from prism.reproduce.matrix import matrix
@@ -112,32 +111,16 @@ def _table(kept: Mapping[Cell, Mapping[str, Any]]) -> list[str]:
     for label, runs in rows.items():
         steps, seeds = runs[0]["final"]["step"], len(runs)
         many = f"{seeds} seeds" if seeds > 1 else "1 seed"
-        final = [_cell([run["final"]["test"].get(name) for run in runs]) for name in columns]
+        final = [mean_and_range([run["final"]["test"].get(name) for run in runs]) for name in columns]
         lines.append(f"| **{label}**, {many}, {steps:,} steps | " + " | ".join(final) + " |")
         for way, said in (("best", "best by validation"), ("top3", "top three")):
-            cells = [_cell([run[way]["test"].get(name) for run in runs]) for name in columns]
+            cells = [mean_and_range([run[way]["test"].get(name) for run in runs]) for name in columns]
             if [cell.split()[0] for cell in cells] != [cell.split()[0] for cell in final]:  # else it says nothing new
                 lines.append(f"| {said} | " + " | ".join(cells) + " |")
         for part in dict.fromkeys(_parts(runs)):
-            cells = [_cell([_part(run["final"]["test"].get(name), part) for run in runs]) for name in columns]
+            cells = [mean_and_range([_part(run["final"]["test"].get(name), part) for run in runs]) for name in columns]
             lines.append(f"| final, {part} alone | " + " | ".join(cells) + " |")
     return lines
-
-
-def _cell(scores: Sequence[Mapping[str, Any] | None]) -> str:
-    """Mean and range over seeds, or one seed's score and interval, where its examples are known."""
-    known = [one for one in scores if one is not None]
-    if not known:
-        return "-"
-    exact = [100 * one["exact"] for one in known]
-    if len(exact) > 1:
-        spread = f" ({min(exact):.1f} - {max(exact):.1f})" if max(exact) > min(exact) else ""
-        return f"{mean(exact):.1f}{spread}"
-    if "examples" not in known[0]:
-        return f"{exact[0]:.1f}"
-    examples = known[0]["examples"]
-    low, high = wilson(round(known[0]["exact"] * examples), examples)
-    return f"{exact[0]:.1f} ({100 * low:.1f} - {100 * high:.1f})"
 
 
 def _parts(runs: Sequence[Mapping[str, Any]]) -> Iterable[str]:
