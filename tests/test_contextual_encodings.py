@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from prism.encodings import Encoding
 from prism.encodings.cable import Cable, CableConfig
 from prism.encodings.cope import Cope, CopeConfig, contextual_scores
-from prism.encodings.forgetting import Forgetting, running_sum
+from prism.encodings.forgetting import Forgetting
 from prism.encodings.path import NORM_EPSILON, Path, PathConfig, path_bias
 from prism.encodings.stick_breaking import StickBreaking, StickBreakingConfig, stick_breaking_weights
 from tests.tolerances import assert_close
@@ -103,12 +103,6 @@ def x_transformers() -> ModuleType:
 
 
 chunked = pytest.mark.parametrize("chunks", [WHOLE, CHUNKS, [1] * TIME], ids=str)
-
-
-@pytest.mark.parametrize("shape", [(1,), (2, 2), (3, 2, 7), (64,), (65,)])
-def test_running_sums(shape):
-    x = torch.randn(shape, dtype=torch.float64)
-    assert_close(running_sum(x), x.cumsum(-1))
 
 
 # --- CoPE ---

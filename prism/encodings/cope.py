@@ -14,21 +14,12 @@ Dimensions: batch; heads; query = tokens of this chunk; key = all tokens so far;
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from prism.encodings.encoding import Encoding, Stream
+from prism.ops.running_sum import sum_from_here
 from prism.settings import Settings, setting
-
-
-def sum_from_here(x: Float[Tensor, "*batch key"]) -> Float[Tensor, "*batch key"]:
-    """Sums of what lies at a place or after it, by doubling: for the reasons, see `forgetting.running_sum`."""
-    shift = 1
-    while shift < x.shape[-1]:
-        x = x + F.pad(x[..., shift:], (0, shift))
-        shift *= 2
-    return x
 
 
 def contextual_scores(

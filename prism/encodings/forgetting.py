@@ -16,20 +16,8 @@ from jaxtyping import Float
 from torch import Tensor, cat, nn
 
 from prism.encodings.encoding import Encoding, Stream
+from prism.ops.running_sum import running_sum
 from prism.settings import Settings, setting
-
-
-def running_sum(x: Float[Tensor, "*batch time"]) -> Float[Tensor, "*batch time"]:
-    """Sums along the last axis, by doubling: log2(time) additions of tensors.
-
-    Not `torch.cumsum`, which CUDA refuses where deterministic algorithms are asked for, nor a product with a triangle
-    of ones, which a GPU in tf32 would round to ten bits.
-    """
-    shift = 1
-    while shift < x.shape[-1]:
-        x = x + F.pad(x[..., :-shift], (shift, 0))
-        shift *= 2
-    return x
 
 
 def linear_per_layer(layers: int, width: int, heads: int, deviation: float, bias: float = 0.0) -> nn.ModuleList:

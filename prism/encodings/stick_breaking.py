@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from prism.encodings.cope import sum_from_here
 from prism.encodings.encoding import Encoding, Stream
+from prism.ops.running_sum import sum_from_here
 from prism.settings import Settings
 
 
