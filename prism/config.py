@@ -100,6 +100,10 @@ class RunConfig(Settings):
         if type(self.positions) is not (wanted := find_encoding(self.encoding).Config):
             raise UserError(f"positions must be the options of {self.encoding}, {wanted.__name__}; "
                             f"got {type(self.positions).__name__}")
+        if (hint := find_encoding(self.encoding).hint) is not None:
+            from prism.hints import hints_of
+
+            hints_of(self.task, hint, asked_by=self.encoding)
         if self.model.vocabulary < (needed := len(self.task.alphabet)):
             raise UserError(f"vocabulary must be at least {needed}, the symbols of {self.task.name}; "
                             f"got {self.model.vocabulary}")

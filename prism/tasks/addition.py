@@ -16,13 +16,27 @@ A carry out of the last column is one more digit of the sum and has no step of i
 
 >>> Addition().answer("99+1=")
 '9110,9010→001.'
+
+Position coupling gives one number to all that stands for a column, its step included:
+
+>>> from prism.hints import traced
+>>> example = "829+03=8008,2305,9009→859."
+>>> print(example, traced(Addition(), "coupling", example), sep="\\n")
+829+03=8008,2305,9009→859.
+1230120111112222233330123-
 """
 
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from prism.tasks.task import DIGITS, Example, Split, Task, draw_number
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from prism.hints import Seen
 
 
 @dataclass(frozen=True)
@@ -33,6 +47,7 @@ class Addition(Task):
     summary = "add two numbers column by column: 829+03=8008,2305,9009→859."
     length_means = "digits of the longer operand"
     training_length = 10
+    digits = DIGITS
 
     @property
     def alphabet(self) -> tuple[str, ...]:
@@ -56,6 +71,11 @@ class Addition(Task):
         """The arrow ends the chain of thought; the end token belongs to the sum."""
         arrow = completion.index("→")
         return {"chain of thought": slice(0, arrow + 1), "final sum": slice(arrow + 1, len(completion))}
+
+    def coupling(self, seen: "Seen") -> "Tensor":
+        column = seen.before(",") + 1
+        thinking = seen.after("=") & ~seen.at("→") & ~seen.after("→")
+        return column.where(thinking, seen.since("+", "=", "→"))
 
 
 def _example(rng: random.Random, digits_a: int, digits_b: int) -> Example:

@@ -2,12 +2,24 @@
 
 >>> Copy().answer("8349216=")
 '8349216.'
+
+Position coupling gives a symbol and its copy one number:
+
+>>> from prism.hints import traced
+>>> traced(Copy(), "coupling", "8349216=8349216.")
+'123456701234567-'
 """
 
 import random
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from prism.tasks.task import DIGITS, Example, Split, Task, draw_symbols
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from prism.hints import Seen
 
 
 @dataclass(frozen=True)
@@ -18,6 +30,7 @@ class Copy(Task):
     summary = "repeat a string of digits: 8349216=8349216."
     length_means = "symbols to copy"
     training_length = 10
+    digits = DIGITS
 
     @property
     def alphabet(self) -> tuple[str, ...]:
@@ -30,3 +43,6 @@ class Copy(Task):
     def answer(self, prompt: str) -> str:
         (digits,) = self.parse("([0-9]+)=", prompt, "digits and '=', such as '8349216='")
         return f"{digits}."
+
+    def coupling(self, seen: "Seen") -> "Tensor":
+        return seen.since("=")

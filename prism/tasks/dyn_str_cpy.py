@@ -21,6 +21,7 @@ class DynStrCpy(Task):
     summary = "copy a string from the one occurrence of a digit: 5839472,3=39472."
     length_means = "symbols of the string"
     training_length = 10
+    digits = DIGITS
 
     @property
     def alphabet(self) -> tuple[str, ...]:

@@ -15,12 +15,26 @@ A digit 0 is treated like any other:
 
 >>> Multiplication().answer("7x40=")
 '7x[4*(4→1)(0→0)+0*(0→1)].'
+
+Position coupling gives one number to a digit of the multiplier and to all that is written of it:
+
+>>> from prism.hints import traced
+>>> example = "675x12=675x[1*(1→1)(2→0)+2*(2→1)]."
+>>> print(example, traced(Multiplication(), "coupling", example), sep="\\n")
+675x12=675x[1*(1→1)(2→0)+2*(2→1)].
+123012012300111111122222122222222-
 """
 
 import random
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from prism.tasks.task import DIGITS, Example, Split, Task, draw_number
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from prism.hints import Seen
 
 
 @dataclass(frozen=True)
@@ -31,6 +45,7 @@ class Multiplication(Task):
     summary = "lay out a product digit by digit: 67x12=67x[1*(1→1)(2→0)+2*(2→1)]."
     length_means = "digits of each operand"
     training_length = 9
+    digits = DIGITS
 
     @property
     def alphabet(self) -> tuple[str, ...]:
@@ -53,6 +68,17 @@ class Multiplication(Task):
         form = "two numbers without leading zeros, 'x' between them and '=' at the end, such as '675x1259='"
         a, b = self.parse(f"{number}x{number}=", prompt, form)
         return _completion(a, b)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Punctuation, and the sign of multiplication."""
+        return (*super().marks, "x")
+
+    def coupling(self, seen: "Seen") -> "Tensor":
+        summand = seen.before("+") + 1
+        bracket = seen.count("(", since=("[", "+"))  # the summand's own digit stands before the first
+        multiplier = summand + (bracket - 1).clamp_min(0)
+        return multiplier.where(seen.after("["), seen.since("x", "=", "["))
 
 
 def _example(rng: random.Random, digits_a: int, digits_b: int) -> Example:

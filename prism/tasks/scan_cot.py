@@ -96,6 +96,11 @@ class ScanCot(Task):
         longer = test.examples[bisect_right(test.tokens, longest) :]
         return {"test set": test.examples, "longer than training": longer}
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Punctuation, and the words that join two clauses as `+` joins phrases."""
+        return (*super().marks, *_JOINTS)
+
 
 def split_examples(split: Split) -> tuple[Example, ...]:
     """All pairs of a split, the shortest sequence first."""

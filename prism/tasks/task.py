@@ -4,10 +4,15 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from prism.errors import UserError
 from prism.settings import Settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from prism.hints import Seen
 
 Split = Literal["train", "validation", "test"]
 
@@ -35,6 +40,7 @@ class Task(Settings):
     training_length: ClassVar[int] = 10  # the default of --max-length: the paper's
     has_curriculum: ClassVar[bool] = True  # false where examples come from a fixed set
     separator: ClassVar[str] = ""  # "" one token per character, " " one token per word
+    digits: ClassVar[str] = ""  # what it writes numbers with; "" where it writes none
 
     @property
     def alphabet(self) -> tuple[str, ...]:
@@ -65,6 +71,25 @@ class Task(Settings):
     def subsets(self) -> Mapping[str, Sequence[Example]]:
         """Fixed test sets that are scored whole, by name. None by default."""
         return {}
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The tokens that end a segment of its text: by default, every single sign that is no letter and no digit."""
+        return tuple(token for token in self.alphabet if len(token) == 1 and not token.isalnum())
+
+    def coupling(self, seen: "Seen") -> "Tensor | None":
+        """A number for every token, the same for tokens that belong together: digits of one significance, a symbol and
+        its copy. It may be read off the text's form, never off what the symbols say: that would be telling the answer.
+
+        A sign that announces numbered symbols is one step before the first of them. None: nothing is declared.
+        """
+        return None
+
+    @classmethod
+    def hint_kinds(cls) -> tuple[str, ...]:
+        """What it can tell an encoding that asks for hints (prism/hints.py)."""
+        coupled = cls.coupling is not Task.coupling
+        return ("segments", *(("digits",) if cls.digits else ()), *(("coupling",) if coupled else ()))
 
     def parse(self, pattern: str, prompt: str, form: str) -> tuple[str, ...]:
         """The groups of `pattern` in the whole prompt, or a `UserError` that shows the `form` a prompt has."""
