@@ -64,14 +64,24 @@ def tasks() -> None:
 
 
 def encodings() -> None:
-    """List the positional encodings.
+    """List the positional encodings, and the architectures that take none: what each is, and where it comes from.
 
     Example: prism encodings
     """
+    from prism.architectures import all_architectures
     from prism.encodings import all_encodings
 
-    for name, encoding in all_encodings().items():
-        print(f"{name:12} {encoding.summary}\n{'':12} {encoding.citation}")
+    def show(kind: Any, more: str = "") -> None:
+        reach = "extrapolates by construction" if kind.extrapolates else (
+            "a longer sequence is something that training has never shown it")
+        print(f"{kind.name:22} {kind.summary}\n{'':22} {kind.citation}\n{'':22} {reach}{more}")
+
+    for encoding in all_encodings().values():
+        show(encoding, f"; hinted: the task tells it its {encoding.hint}" if encoding.hint else "")
+    print("\narchitectures without a positional encoding (--architecture, --architectures):\n")
+    for architecture in all_architectures().values():
+        if not architecture.takes_encoding:
+            show(architecture)
 
 
 def train(command: TrainCommand) -> None:

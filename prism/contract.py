@@ -87,16 +87,19 @@ def _misshapen_attention(encoding: Encoding, layer: int, stream: Stream) -> Iter
     query, key = encoding.transform(given[0], given[1], layer, stream)
     yield from _other_shape("transform's query", query, (*heads, None))
     yield from _other_shape("transform's key", key, (*heads, query.shape[-1]))
-    bias = encoding.bias(layer, stream)
-    if bias is not None:
-        shape = tuple(bias.shape)
-        wanted = (*heads, TIME)
-        if len(shape) != 4 or any(have not in (1, want) for have, want in zip(shape, wanted, strict=True)) or (
-            shape[2:] != wanted[2:]
-        ):
-            yield f"bias returned the shape {list(shape)}, where [{BATCH} or 1, {SIZE.heads} or 1, {TIME}, {TIME}] fits"
-    scores = encoding.score(query @ key.mT, layer, stream)
-    yield from _other_shape("score", scores, (*heads, TIME))
+    scores = query @ key.mT
+    if type(encoding).score is Encoding.score:  # as it is, it adds the bias
+        bias = encoding.bias(layer, stream)
+        if bias is not None:
+            shape = list(bias.shape)
+            if len(shape) != 4 or shape[0] not in (1, BATCH) or shape[1] not in (1, SIZE.heads) or (
+                shape[2:] != [TIME, TIME]
+            ):
+                yield f"bias has the shape {shape}, where [{BATCH} or 1, {SIZE.heads} or 1, {TIME}, {TIME}] belongs"
+            scores = scores + bias
+    else:
+        scores = encoding.score(scores, layer, stream)
+        yield from _other_shape("score", scores, (*heads, TIME))
     seen = visible(TIME, TIME, scores.device)
     weights = encoding.weigh(scores, seen, layer, stream)
     yield from _other_shape("weigh", weights, (*heads, TIME))
@@ -178,7 +181,9 @@ def _the_same_again(make: Make) -> str | None:
 
 def _every_parameter_learns(make: Make) -> str | None:
     model = make().train()
-    loss = cross_entropy(model(_tokens(batch=8)).flatten(0, 1), _tokens(batch=8).flatten())
+    most = model.longest()
+    time = LONGER if most is None else min(most, LONGER)  # what acts at a distance only has room to
+    loss = cross_entropy(model(_tokens(time, 8)).flatten(0, 1), _tokens(time, 8).flatten())
     penalty = model.penalty()
     (loss if penalty is None else loss + penalty).backward()  # type: ignore[no-untyped-call]
     for name, parameter in model.encoding.named_parameters():

@@ -55,7 +55,7 @@ def load_file(path: Path, kind: str, base: type[T]) -> type[T]:
         spec.loader.exec_module(module)
     except Exception as error:
         line = next((f"line {frame.lineno}" for frame in reversed(traceback.extract_tb(error.__traceback__))
-                     if frame.filename == str(path)), f"line {getattr(error, 'lineno', '?')}")
+                     if Path(frame.filename).resolve() == path.resolve()), f"line {getattr(error, 'lineno', '?')}")
         raise UserError(f"{path} does not import: {type(error).__name__} at {line}: {error}") from error
     found = defined_in(module, base)
     if len(found) != 1:

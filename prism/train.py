@@ -52,11 +52,11 @@ def train(
     if not RunFolder.exists(out):
         _refuse_too_long(config)
     with RunFolder.create(out, _as_stored(config, out, resume), resume=resume) as folder:
+        if own := own_file(config.encoding):
+            folder.keep_source("encoding.py", own.read_bytes())
         finished = folder.result()
         if finished is not None:
             return finished
-        if own := own_file(config.encoding):
-            folder.keep_source("encoding.py", own.read_bytes())
         with progress, matmul_precision(config.matmul):
             return _Training(config, folder, device, progress, graph).run()
 

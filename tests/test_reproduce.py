@@ -16,8 +16,8 @@ import prism.reproduce.page
 from prism.config import RunConfig
 from prism.errors import UserError
 from prism.reproduce import matrix as matrices
-from prism.reproduce.claims import CLAIMS
 from prism.reproduce.cells import Cell, Model, Row
+from prism.reproduce.claims import CLAIMS
 from prism.reproduce.matrix import chosen, find_cell, matrix
 from prism.reproduce.page import draw_all
 from prism.reproduce.runner import Runner, train_cell

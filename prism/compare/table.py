@@ -18,7 +18,6 @@ from prism.report import mean_and_range
 from prism.tasks import find_task
 
 FEW = 8  # models whose curves can be told apart
-TOLD = {"digits": "digits", "coupling": "coupling", "segments": "punctuation"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Contender:
             hint = find_encoding(self.runs[0]["config"]["encoding"]).hint
         except UserError:  # in a file of somebody's own
             return "?"
-        return "" if hint is None else TOLD[hint]
+        return hint or ""
 
     @property
     def parameters(self) -> int:
@@ -119,8 +118,8 @@ class Comparison:
         """What a reader of the table has to know."""
         said = ["over seeds: mean and range; with one seed, its score and the 95 % interval of its examples"]
         if any(one.told for one in self.contenders):
-            said.append("told: what the model is told of the task's structure beside its tokens; such rows are not "
-                        "comparable with the others")
+            said.append("told: what a hinted model is told of the task's structure beside the tokens; the others must "
+                        "find it")
         if any(map(self.oversized, self.contenders)):
             said.append(f"!: more than {MOST_APART:.0%} off the {self.measure:,} parameters it is measured by")
         if any(not one.scores(length) for one in self.contenders for length in self.lengths):
