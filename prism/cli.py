@@ -71,13 +71,14 @@ def encodings() -> None:
     from prism.architectures import all_architectures
     from prism.encodings import all_encodings
 
-    def show(kind: Any, more: str = "") -> None:
+    def show(kind: Any) -> None:
+        more = f"; hinted: it is told the task's {kind.hint}" if kind.hint else ""
         reach = "extrapolates by construction" if kind.extrapolates else (
             "a longer sequence is something that training has never shown it")
         print(f"{kind.name:22} {kind.summary}\n{'':22} {kind.citation}\n{'':22} {reach}{more}")
 
     for encoding in all_encodings().values():
-        show(encoding, f"; hinted: the task tells it its {encoding.hint}" if encoding.hint else "")
+        show(encoding)
     print("\narchitectures without a positional encoding (--architecture, --architectures):\n")
     for architecture in all_architectures().values():
         if not architecture.takes_encoding:

@@ -26,6 +26,7 @@ class Architecture(nn.Module):
     extrapolates: ClassVar[bool] = True  # False where a longer sequence meets what training has never shown
     Config: ClassVar[type[SizeConfig]]  # its options: a frozen dataclass
     takes_encoding: ClassVar[bool] = False
+    hint: ClassVar[str | None] = None  # what it is told of the task's structure beside the tokens, in a word
 
     @classmethod
     def build(cls, config: "RunConfig") -> Self:

@@ -30,13 +30,16 @@ class Contender:
     @property
     def told(self) -> str:
         """What it is told of the task's structure, if anything: hinted rows are marked."""
+        from prism.architectures import DEFAULT, find_architecture
         from prism.encodings import find_encoding
 
+        config = self.runs[0]["config"]
+        architecture = find_architecture(config.get("architecture", DEFAULT))
         try:
-            hint = find_encoding(self.runs[0]["config"]["encoding"]).hint
+            kind = find_encoding(config["encoding"]) if architecture.takes_encoding else architecture
         except UserError:  # in a file of somebody's own
             return "?"
-        return hint or ""
+        return kind.hint or ""
 
     @property
     def parameters(self) -> int:

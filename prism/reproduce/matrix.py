@@ -5,10 +5,14 @@ Models are presets with the changes that make them; a new row of an ablation is 
 
 import difflib
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
+from prism.compare.terms import contenders
+from prism.config import Preset
 from prism.errors import UserError
-from prism.reproduce.cells import Cell, Model, Row
+from prism.reproduce.cells import Cell, Changes, Model, Row
+from prism.tasks import find_task
 
 SEEDS = (0, 1, 2)
 
@@ -96,13 +100,44 @@ TASKS = (
     Row("laptop", "addition", 4, GATES, _steps(4_000, 4, 5, 6, 8, 10, 15, **LAPTOP)),
 )
 
+# --- The arena: other positional encodings on equal terms (prism/compare/terms.py) ---
+
+MAIN = ("prism", "nope", "sinusoidal_shifted", "rope", "alibi", "t5", "kerple", "fire", "randomized_sinusoidal", "cope",
+        "forgetting", "stick_breaking", "path", "hard_alibi", "relative")
+RECURRENT = ("lstm", "stack_rnn", "tape_rnn")
+
+
+@cache
+def arena() -> tuple[Row, ...]:
+    """At the card's size what everybody asks for, on the three headline tasks; at a laptop's size all there are."""
+    ends = {"evaluation.every": 10_000, "evaluation.checkpoint_every": 5_000}
+    small = {"evaluation.examples": 20, "evaluation.every": 1_000}
+    return (
+        _contest("arena", "copy", 10, "best", MAIN, (), _steps(20_000, 10, 15, 20, 40, 100, 200, **ends)),
+        _contest("arena", "reverse", 40, "best", MAIN, (), _steps(60_000, 40, 60, 80, 100, 150, 200, **ends)),
+        _contest("arena", "addition", 10, "best", (*MAIN, "abacus", "position_coupling"), (),
+                 _steps(40_000, 10, 12, 15, 20, 30, 40, **ends)),
+        _contest("arena-quick", "copy", 10, "quick", (*MAIN, "all"), RECURRENT,
+                 _steps(4_000, 5, 10, 15, 20, 40, 100, **small)),
+        _contest("arena-quick", "reverse", 10, "quick", (*MAIN, "all"), RECURRENT,
+                 _steps(4_000, 5, 10, 15, 20, 40, **small)),
+        _contest("arena-quick", "addition", 4, "quick", (*MAIN, "abacus", "position_coupling"), (),
+                 _steps(4_000, 4, 5, 6, 8, 10, **small)),
+    )
+
+
+def _contest(part: str, task: str, max_length: int, given: Preset, encodings: tuple[str, ...],
+             architectures: tuple[str, ...], changes: Changes) -> Row:
+    models = contenders(encodings, architectures, given, find_task(task)(), max_length)
+    return Row(part, task, max_length, tuple(models), changes)
+
 
 def matrix() -> list[Cell]:
     """Every cell, the most valuable first: one seed of every figure, then three of the headlines, then the rest."""
     cells = [cell for row in (*HEADLINES, *OTHERS, *ABLATIONS) for cell in row.cells(0)]
     cells += [cell for rows in (HEADLINES, OTHERS, ABLATIONS) for seed in SEEDS[1:] for row in rows
               for cell in row.cells(seed)]
-    cells += [cell for seed in SEEDS for row in (COPY, *TASKS) for cell in row.cells(seed)]
+    cells += [cell for seed in SEEDS for row in (COPY, *TASKS, *arena()) for cell in row.cells(seed)]
     return cells
 
 
