@@ -72,7 +72,7 @@ def encodings() -> None:
     from prism.encodings import all_encodings
 
     def show(kind: Any) -> None:
-        more = f"; hinted: it is told the task's {kind.hint}" if kind.hint else ""
+        more = f"; hinted ({kind.hint})" if kind.hint else ""
         reach = "extrapolates by construction" if kind.extrapolates else (
             "a longer sequence is something that training has never shown it")
         print(f"{kind.name:22} {kind.summary}\n{'':22} {kind.citation}\n{'':22} {reach}{more}")

@@ -62,7 +62,7 @@ class TapeRnn(Recurrent):
     name = "tape_rnn"
     summary = "a recurrent network with a tape; it may jump by the prompt's length, which is counted for it"
     citation = "Delétang et al., Neural Networks and the Chomsky Hierarchy, 2023"
-    hint = "prompt's end"
+    hint = "end of prompt"
     Config = TapeRnnConfig
     config: TapeRnnConfig
 

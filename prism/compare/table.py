@@ -137,13 +137,13 @@ def comparisons(results: Sequence[Result]) -> list[Comparison]:
         config = result["config"]
         key = config["task"]["name"], config["max_length"], config.get("preset", "?"), config["steps"]
         groups.setdefault(key, []).append(result)
-    found = []
-    for (task, trained, preset, steps), members in sorted(groups.items()):
-        rows = [Contender(name, runs) for name, runs in models_of(members).items()]
-        rows.sort(key=lambda one: one.name)
-        rows.sort(key=lambda one: one.reach(trained), reverse=True)
-        found.append(Comparison(task, trained, preset, steps, rows))
-    return found
+    return [Comparison(*key, in_order(models_of(members), key[1])) for key, members in sorted(groups.items())]
+
+
+def in_order(models: Mapping[str, Sequence[Result]], trained: int) -> list[Contender]:
+    """The models, who reaches furthest first."""
+    rows = sorted((Contender(name, runs) for name, runs in models.items()), key=lambda one: one.name)
+    return sorted(rows, key=lambda one: one.reach(trained), reverse=True)
 
 
 def results_under(folder: Path) -> list[Result]:
@@ -201,11 +201,18 @@ def short(scores: Sequence[Mapping[str, Any]]) -> str:
 
 
 def as_markdown(one: Comparison, figure: str) -> str:
-    head, *rows = one.table(mean_and_range)
     lines = [
         f"# {one.title}\n", f"Length: {find_task(one.task).length_means}.\n", f"![{one.title}]({figure})\n",
+        *table_lines(one),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def table_lines(one: Comparison) -> list[str]:
+    """The table and its notes in Markdown."""
+    head, *rows = one.table(mean_and_range)
+    return [
         "| " + " | ".join(head) + " |", "|---" * len(head) + "|",
         *("| " + " | ".join(row) + " |" for row in rows), "", *(f"- {note}" for note in one.notes()),
     ]
-    return "\n".join(lines) + "\n"
 

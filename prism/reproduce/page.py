@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prism.compare.table import Comparison, in_order, table_lines
 from prism.disk import explained, replace_file
-from prism.figures import extrapolation, save_figure
+from prism.figures import extrapolation, heat_map, save_figure
 from prism.report import mean_and_range
 from prism.reproduce.cells import Cell
 from prism.reproduce.claims import CLAIMS
@@ -20,7 +21,10 @@ PARTS = {
     "best": "Going past it",
     "ablations": "Ablations at the paper's size",
     "laptop": "At a laptop's size",
+    "arena": "The arena",
+    "arena-quick": "The arena at a laptop's size",
 }
+ARENAS = ("arena", "arena-quick")  # ranked, with what each model costs
 INTRODUCTION = """\
 # Results
 
@@ -81,10 +85,17 @@ def _groups() -> list[Group]:
 
 
 def _figure(group: Group, kept: Mapping[Cell, Mapping[str, Any]], folder: Path) -> list[Path]:
+    if group.part in ARENAS:
+        ranked = {one.name: one.runs for one in in_order(_by_model(kept), group.max_length)}
+        return save_figure(heat_map(ranked), folder, group.stem)
+    return save_figure(extrapolation(_by_model(kept)), folder, group.stem)
+
+
+def _by_model(kept: Mapping[Cell, Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
     by_model: dict[str, list[Mapping[str, Any]]] = {}
     for cell, result in kept.items():
         by_model.setdefault(cell.model.label, []).append(result)
-    return save_figure(extrapolation(by_model), folder, group.stem)
+    return by_model
 
 
 def _section(group: Group, kept: Mapping[Cell, Mapping[str, Any]], figure: Path) -> str:
@@ -93,7 +104,7 @@ def _section(group: Group, kept: Mapping[Cell, Mapping[str, Any]], figure: Path)
         f"### {group.task}, trained up to {group.max_length}\n",
         f"Length: {task.length_means}.\n",
         f"![{group.task}: exact match against test length]({figure.as_posix()})\n",
-        *_table(kept),
+        *(_ranking(group, kept) if group.part in ARENAS else _table(kept)),
     ]
     claims = CLAIMS.get((group.task, group.max_length))
     if claims and group.part in ("paper", "best"):
@@ -102,13 +113,18 @@ def _section(group: Group, kept: Mapping[Cell, Mapping[str, Any]], figure: Path)
     return "\n".join(lines) + "\n"
 
 
+def _ranking(group: Group, kept: Mapping[Cell, Mapping[str, Any]]) -> list[str]:
+    config = group.cells[0].config()
+    ranked = in_order(_by_model(kept), group.max_length)
+    terms = "[equal terms](docs/your-encoding.md#equal-terms)"
+    return [f"{config.steps:,} steps of the preset `{config.preset}` on {terms}.\n",
+            *table_lines(Comparison(group.task, group.max_length, config.preset, config.steps, ranked))]
+
+
 def _table(kept: Mapping[Cell, Mapping[str, Any]]) -> list[str]:
     columns = list(dict.fromkeys(name for result in kept.values() for name in result["final"]["test"]))
     lines = ["| model | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    rows: dict[str, list[Mapping[str, Any]]] = {}
-    for cell, result in kept.items():
-        rows.setdefault(cell.model.label, []).append(result)
-    for label, runs in rows.items():
+    for label, runs in _by_model(kept).items():
         steps, seeds = runs[0]["final"]["step"], len(runs)
         many = f"{seeds} seeds" if seeds > 1 else "1 seed"
         final = [mean_and_range([run["final"]["test"].get(name) for run in runs]) for name in columns]
