@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from prism.encodings.encoding import Stream
 from prism.gates import CopyAttention, CursorGates, LandmarkGates, LocalGates, Recurrence, RecurrentGates
 from prism.ops.histogram import branch_weights, histogram_scan, one_hot_start
 from prism.ops.superposition import Norm
@@ -86,7 +87,7 @@ class PrismLayer(nn.Module):
 
     def __init__(self, width: int, depth: int, cursors: int, config: PrismConfig) -> None:
         super().__init__()
-        self.config, self.cursors = config, cursors
+        self.config, self.cursors, self.depth = config, cursors, depth
         # Deeper in the stack the residual stream's scale is anything; at depth 0 it is the embedding's own.
         self.norm = nn.LayerNorm(width) if depth else nn.Identity()
         self.gates: RecurrentGates | LocalGates | LandmarkGates
@@ -134,15 +135,21 @@ class PrismLayer(nn.Module):
         return (1 + nn.functional.softplus(self.raw_gamma)) * self.gamma_scale
 
     def forward(
-        self, x: Float[Tensor, "batch time width"], capacity: int, seen: int, state: CursorState
+        self, x: Float[Tensor, "batch time width"], capacity: int, seen: int, state: CursorState,
+        stream: Stream | None = None,
     ) -> Cursors:
-        """Histograms of this chunk's cursors, group by group; `state` moves on to the chunk's end."""
+        """Histograms of this chunk's cursors, group by group; `state` moves on to the chunk's end.
+
+        `stream`, if given, hears of the gates.
+        """
         features, state.gates = self.gates(self.norm(x), state.gates)
         # A histogram in half precision forgets where it is within a few tokens: only the gates may be half.
         exact = torch.promote_types(x.dtype, torch.float32)
         groups = (len(self.moving_queries) + len(self.moving_keys), len(self.copying))
         reset, action = (gate.to(exact).split(groups, dim=1) for gate in self.cursor_gates(features))
         gamma = self.gamma().to(exact).split(groups)
+        if stream is not None and stream.recorder is not None:
+            self._note_gates(reset, action, stream)
         if state.moving is None:
             state.moving, state.copying = self._start(x.shape[0], capacity, reset[0]).split(groups, dim=1)
         moving = histogram_scan(
@@ -152,7 +159,7 @@ class PrismLayer(nn.Module):
         if not self.copying:
             return Cursors(moving)
         fixed = increment_only(x.shape[1], capacity, seen, reset[0]) if self.fixed_keys else None
-        copied, no_copy = self._copied(features, moving, capacity, state)
+        copied, no_copy = self._copied(features, moving, capacity, state, stream)
         assert state.copying is not None
         copying = histogram_scan(
             state.copying, branch_weights(reset[1], action[1], no_copy), gamma[1], copied, self.config.epsilon
@@ -194,6 +201,21 @@ class PrismLayer(nn.Module):
             key = torch.cat((key, fixed), dim=1).index_select(1, self.key_order)
         return query, key
 
+    def arranged_gamma(self) -> tuple[Float[Tensor, " cursors"], Float[Tensor, " cursors"]]:
+        """Sharpening exponents in the order of `arrange`; an increment-only key is as sharp as can be."""
+        moving, copying = self.gamma()[None].split((len(self.moving_slots), len(self.copying)), dim=1)
+        fixed = moving.new_full((1, 1), float("inf")) if self.fixed_keys else None
+        query, key = self.arrange(Cursors(moving, copying if self.copying else None, fixed))
+        return query[0], key[0]
+
+    def _note_gates(self, reset: tuple[Tensor, ...], action: tuple[Tensor, ...], stream: Stream) -> None:
+        """Increment, keep, decrement, reset of every cursor; an increment-only key is what it says."""
+        moving, copying = (torch.cat((a, r[..., None]), dim=-1) for r, a in zip(reset, action, strict=True))
+        fixed = moving.new_tensor((1.0, 0.0, 0.0, 0.0)).expand(1, 1, moving.shape[2], 4) if self.fixed_keys else None
+        gates = self.arrange(Cursors(moving, copying if self.copying else None, fixed))
+        for which, gate in zip(("query", "key"), gates, strict=True):
+            stream.note(f"prism.{self.depth}.gates.{which}", gate)
+
     def _start(self, batch: int, capacity: int, like: Tensor) -> Float[Tensor, "batch cursors bins"]:
         cursors, spread = self.raw_gamma.shape[0], self.config.start_spread
         start = one_hot_start(batch, cursors, capacity, dtype=like.dtype, device=like.device)
@@ -205,10 +227,13 @@ class PrismLayer(nn.Module):
         return padded.to(like.dtype).expand(batch, -1, -1)
 
     def _copied(
-        self, features: Tensor, moving: Float[Tensor, "batch moving time bins"], capacity: int, state: CursorState
+        self, features: Tensor, moving: Float[Tensor, "batch moving time bins"], capacity: int, state: CursorState,
+        stream: Stream | None,
     ) -> tuple[Float[Tensor, "batch copying time bins"], Float[Tensor, "batch copying time"]]:
         """Mass each copying cursor receives: p_copy over the tokens seen, put where their key cursors stand."""
         weights, no_copy, state.copy_keys = self.copy(features, state.copy_keys)
+        if stream is not None:
+            stream.note(f"prism.{self.depth}.copy", torch.cat((weights, no_copy[..., None]), dim=-1))
         weights, no_copy = weights.to(moving.dtype), no_copy.to(moving.dtype)
         seen = weights.shape[-1]
         if self.fixed_keys:  # token s stands at offset s + 1: a shift, whose cost does not grow with the bins

@@ -62,7 +62,7 @@ def wilson(correct: int, examples: int) -> tuple[float, float]:
     rate, spread = correct / examples, Z95**2 / examples
     centre = (rate + spread / 2) / (1 + spread)
     half = Z95 * math.sqrt(rate * (1 - rate) / examples + spread / (4 * examples)) / (1 + spread)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return min(rate, max(0.0, centre - half)), max(rate, min(1.0, centre + half))  # rounding aside
 
 
 def sweep(

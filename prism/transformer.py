@@ -66,11 +66,16 @@ class Attention(nn.Module):
         query, key = encoding.transform(query / math.sqrt(self.features), key, self.layer, stream)
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
-        if self._only_biased(encoding):
+        names = [f"layer.{self.layer}.{what}" for what in ("query", "key", "scores", "attention")]
+        if self._only_biased(encoding) and not stream.records(*names):
             out = attend(query, key, value, encoding.bias(self.layer, stream))
         else:
             scores = encoding.score(query @ key.mT, self.layer, stream)
-            weights = encoding.weigh(scores, visible(time, key.shape[2], x.device), self.layer, stream)
+            seen = visible(time, key.shape[2], x.device)
+            weights = encoding.weigh(scores, seen, self.layer, stream)
+            shown = (query, key[:, :, key.shape[2] - time :], scores.masked_fill(~seen, float("-inf")), weights)
+            for name, tensor in zip(names, shown, strict=True):
+                stream.note(name, tensor)
             out = weights.to(value.dtype) @ value
         return self.out(out.transpose(1, 2).flatten(2))
 
@@ -149,11 +154,15 @@ class Transformer(Architecture):
         stream.time = x.shape[1]
         stream.tokens = self._tokens_so_far(tokens, stream, opens)
         x = self.encoding.embed(x * math.sqrt(self.config.width), stream)
+        stream.note("embedding", x)
         for layer, block in enumerate(self.blocks):
             self.encoding.observe(x, layer, stream)
             x = block(x, self.encoding, stream, cache)
+            stream.note(f"layer.{layer}.out", x)
         stream.seen += x.shape[1]
-        return self.norm(x[:, 1:] if opens else x) @ self.embedding.weight.T
+        logits = self.norm(x[:, 1:] if opens else x) @ self.embedding.weight.T
+        stream.note("logits", logits)
+        return logits
 
     @staticmethod
     def _tokens_so_far(tokens: Tensor, stream: Stream, opens: bool) -> Int[Tensor, "batch key"]:
@@ -186,5 +195,5 @@ class Transformer(Architecture):
 
     def _new_stream(self, capacity: int) -> Stream:
         stream = self.encoding.start(capacity + self.config.start_token)
-        stream.takes_bias = True
+        stream.takes_bias, stream.recorder = True, self.recorder
         return stream

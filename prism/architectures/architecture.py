@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from prism.encodings.encoding import Recorder
 from prism.settings import SizeConfig
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class Architecture(nn.Module):
     extrapolates: ClassVar[bool] = True  # False where a longer sequence meets what training has never shown
     Config: ClassVar[type[SizeConfig]]  # its options: a frozen dataclass
     takes_encoding: ClassVar[bool] = False
+    recorder: Recorder | None = None  # who hears of what is computed: prism/inside/recording.py
     hint: ClassVar[str | None] = None  # what it is told of the task's structure beside the tokens, in a word
 
     @classmethod

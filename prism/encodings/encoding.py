@@ -10,7 +10,7 @@ key = all tokens so far.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -36,6 +36,14 @@ class NoOptions(Settings):
 Hints = Callable[[Int[Tensor, "batch key"]], Int[Tensor, "batch key"]]
 
 
+class Recorder(Protocol):
+    """Who hears of quantities inside a model: prism/inside/recording.py."""
+
+    def wants(self, name: str) -> bool: ...
+
+    def note(self, name: str, value: Tensor) -> None: ...
+
+
 @dataclass
 class Stream:
     """What an encoding carries through one pass over a batch of sequences, and from one chunk to the next."""
@@ -46,6 +54,16 @@ class Stream:
     time: int = 0  # tokens of this chunk; the Transformer sets it
     takes_bias: bool = False  # whether who reads adds `Encoding.bias` to the scores, as the Transformer does
     tokens: Tensor | None = None  # [batch, key] ids of all tokens so far; the Transformer sets it, before `embed`
+    recorder: Recorder | None = None
+
+    def records(self, *names: str) -> bool:
+        """Whether somebody wants one of these quantities: what is only for show need not be computed otherwise."""
+        return self.recorder is not None and any(map(self.recorder.wants, names))
+
+    def note(self, name: str, value: Tensor) -> None:
+        """Lets who records see a quantity under its name; free of cost while nobody does."""
+        if self.recorder is not None:
+            self.recorder.note(name, value)
 
     def positions(self, device: torch.device) -> Int[Tensor, " query"]:
         """The places of this chunk's tokens, counted from 0."""

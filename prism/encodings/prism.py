@@ -106,8 +106,10 @@ class Prism(Encoding):
             return
         with torch.autocast(x.device.type, enabled=False):  # mixed precision would round the histograms' products
             x = x.to(prism_layer.raw_gamma.dtype)
-            histograms = prism_layer(x, capacity, stream.seen, stream.memory["cursors"][layer])
+            histograms = prism_layer(x, capacity, stream.seen, stream.memory["cursors"][layer], stream)
             stream.memory["histograms", layer] = histograms
+            if stream.recorder is not None:
+                self._note(prism_layer, layer, stream)
             if stream.capacity > capacity and not _being_captured(x):
                 self._warn_of_edges(histograms)
             vectors = prism_layer.arrange(histograms.map(self._superpose))
@@ -121,7 +123,8 @@ class Prism(Encoding):
         plain = config.superposition == "low_rank" and config.norm == "constant" and not config.absolute
         whole = stream.seen == 0 and x.shape[1] == stream.capacity == capacity
         known_keys = not config.copy_every or config.copy_key == "increment"
-        if self.method == "reference" or not (plain and whole and known_keys and x.is_cuda and stream.takes_bias):
+        kept = self.method == "reference" or stream.recorder is not None  # histograms, for whoever looks at them
+        if kept or not (plain and whole and known_keys and x.is_cuda and stream.takes_bias):
             return False
         if not has_triton() or 2 * capacity + 1 > MOST_BINS:
             return False
@@ -165,7 +168,27 @@ class Prism(Encoding):
             return query * share, key
         q, k = stream.memory["positions", layer]
         mu = torch.sigmoid(self.mu_logit[layer - first]) if self.config.content else None
+        if stream.records(f"layer.{layer}.scores.content", f"layer.{layer}.scores.position"):
+            self._note_scores(query, key, layer, mu, stream)
         return extend(query, key, q, k, self.alpha[layer - first], mu, self.config.pe_width)
+
+    def _note(self, prism_layer: PrismLayer, depth: int, stream: Stream) -> None:
+        for which, histogram, gamma in zip(
+            ("query", "key"), self.histograms(depth, stream), prism_layer.arranged_gamma(), strict=True
+        ):
+            stream.note(f"prism.{depth}.histograms.{which}", histogram)
+            stream.note(f"prism.{depth}.gamma.{which}", gamma)
+        if depth == self.config.depths[0]:
+            stream.note("prism.alpha", self.alpha.abs())
+            stream.note("prism.mu", torch.sigmoid(self.mu_logit) if self.config.content else self.alpha[..., 0] * 0)
+
+    def _note_scores(self, query: Tensor, key: Tensor, layer: int, mu: Tensor | None, stream: Stream) -> None:
+        """The two parts of eq:hybrid-score, of this chunk's tokens to one another."""
+        q, k = stream.memory["positions", layer]
+        asked, at = extend(query, key, q, k, self.alpha[layer - self.config.depths[0]], None, self.config.pe_width)
+        share = torch.zeros(self.heads, device=query.device) if mu is None else mu
+        stream.note(f"layer.{layer}.scores.content", share[:, None, None] * (query @ key.mT))
+        stream.note(f"layer.{layer}.scores.position", (1 - share)[:, None, None] * (asked @ at.mT))
 
     def read(self, x: Float[Tensor, "batch time width"]) -> Stream:
         """For a model of your own: runs the cursors over a whole batch of token embeddings."""
