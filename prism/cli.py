@@ -95,7 +95,7 @@ def train(command: TrainCommand) -> None:
     out = command.out or default_folder(config)
     device = pick_device(command.device)
     graph = wants_graph(command.graph, device)
-    use_threads(command.threads, config.model)
+    use_threads(command.threads, config)
     try:
         result = run(config, out, resume=command.resume, device=device, progress=for_terminal(), graph=graph)
     except Interrupted as stop:
@@ -132,7 +132,7 @@ def evaluate(
         raise UserError(f"--examples must be at least 1, got {examples}")
     trained = open_run(run, step, pick_device(device))
     check_encoding_is(encoding, trained)
-    use_threads(None, trained.config.model)
+    use_threads(None, trained.config)
     say_skipped(trained.skipped)
     task = trained.config.task
     print(f"{task.name} <= {trained.config.max_length}, {trained.config.label}, step {trained.step:,}")
@@ -168,7 +168,7 @@ def generate(
 
     trained = open_run(run, step, pick_device(device))
     check_encoding_is(encoding, trained)
-    use_threads(None, trained.config.model)
+    use_threads(None, trained.config)
     say_skipped(trained.skipped)
     trained.words.encode(prompt)  # an unknown symbol is said before anything about the task's form
     right, verdict = None, ""
@@ -279,7 +279,7 @@ def reproduce(
         from prism.reproduce.runner import train_cell
 
         cell = find_cell(train)
-        use_threads(None if at_once == 1 else 1, cell.config().model)
+        use_threads(None if at_once == 1 else 1, cell.config())
         train_cell(cell, places, pick_device(device))
     elif minutes is not None:
         from prism.reproduce.runner import Runner, reproduce_command
@@ -344,16 +344,46 @@ def compare(
         Path(out or f"runs/compare/{task}-{longest}-{preset}"), steps, parse_lengths(lengths),
     )
     if train is not None:
-        use_threads(1, asked.cells()[0].config().model)
+        use_threads(1, asked.cells()[0].config())
         train_one(asked, train, pick_device(device))
     else:
         run(asked, minutes, at_once, pick_device(device))
 
 
+def separate(
+    task: TaskName, methods: str = "looped", seeds: int = 1, steps: Whole = None, preset: Preset = "quick",
+    max_length: Whole = None, lengths: str = "", out: str = "runs/separate", device: Text = None,
+) -> None:
+    """Train and test what cannot stand in one table with the rest: methods that are told more, or answer all at once.
+
+    Example: prism separate reverse --methods looped
+
+    Args:
+        task: a task the method is defined for.
+        methods: names separated by commas: looped.
+        seeds: how many: 0, 1, 2 ...
+        steps: of training, for each; default: the preset's.
+        preset: quick, paper or best: size, steps, rates.
+        max_length: longest training example; default: the task's own.
+        lengths: test lengths, separated by commas; default: the task's own sweep.
+        out: folder for the results, a JSON file a seed; what is there is not trained again.
+        device: cpu or cuda; default: the GPU if there is one.
+    """
+    from prism.device import pick_device, use_threads
+    from prism.separate.table import run_missing, table_lines, terms
+
+    if seeds < 1:
+        raise UserError(f"--seeds must be at least 1, got {seeds}")
+    wanted = [terms(task, preset, max_length, seed, steps, parse_lengths(lengths)) for seed in range(seeds)]
+    use_threads(None, wanted[0])
+    results = run_missing(split_names(methods), wanted, Path(out), pick_device(device))
+    print("", *table_lines(results), sep="\n")
+
+
 VERBS: dict[str, Callable[..., None]] = {
     "quickstart": quickstart, "tasks": tasks, "encodings": encodings, "train": train, "evaluate": evaluate,
     "generate": generate, "figures": figures, "bench": bench,
-    "compare": compare, "reproduce": reproduce, "export": export, "models": models,
+    "compare": compare, "separate": separate, "reproduce": reproduce, "export": export, "models": models,
 }
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from prism.config import Matmul
+from prism.architectures import find_architecture
+from prism.config import Matmul, RunConfig
 from prism.errors import UserError
-from prism.settings import SizeConfig
 
 SMALL_WIDTH = 128  # up to here a layer's operations are too short to be worth dividing
 
@@ -59,7 +59,7 @@ def most_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if kibibytes else 1)
 
 
-def use_threads(asked: int | None, model: SizeConfig) -> None:
+def use_threads(asked: int | None, config: RunConfig) -> None:
     """Sets the threads of this process: as asked, or one for a small model, or as PyTorch thinks best.
 
     A second thread makes a small model 15 % faster on an idle machine, and ten times slower on a busy one, where each
@@ -67,5 +67,6 @@ def use_threads(asked: int | None, model: SizeConfig) -> None:
     """
     if asked is not None and asked < 1:
         raise UserError(f"--threads must be at least 1, got {asked}")
-    if asked is not None or model.width <= SMALL_WIDTH:
+    small = config.model.width <= SMALL_WIDTH or find_architecture(config.architecture).token_by_token
+    if asked is not None or small:
         torch.set_num_threads(asked or 1)

@@ -36,7 +36,7 @@ def run(out: Path, seed: int, steps: int | None) -> None:
     results = {}
     for encoding, folder in folders.items():
         config = quickstart_config(encoding, seed, steps)
-        use_threads(None, config.model)
+        use_threads(None, config)
         try:
             results[encoding] = train(config, folder, resume=RunFolder.exists(folder), progress=for_terminal())
         except Interrupted as stop:

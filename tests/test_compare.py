@@ -232,6 +232,19 @@ def test_the_table_has_mean_spread_and_cost_best_reach_first():
     assert "80.0 (73.9 - 85.0)" in page  # one seed: the interval of its examples
 
 
+def test_methods_apart_have_a_table_of_their_own_that_says_what_they_are_told(own, capsys):
+    command = ["separate", "copy", "--steps", "2", "--lengths", "2", "--seeds", "2", "--out", "apart"]
+    code, out, _ = prism_says(capsys, *command)
+    assert code == 0
+    assert re.search(r"^\| looped \| 104,256 \| 2 \| 0\.0 \|$", out, re.M)
+    assert "looped is told how many tokens the answer has" in out
+    assert "step" not in prism_says(capsys, *command)[1]  # nothing is trained twice
+    assert sorted(path.name for path in (own / "apart/copy-10-quick").iterdir()) == [
+        "looped-seed0.json", "looped-seed1.json"]
+    assert "looped is defined for copy and reverse; got stack" in refused(capsys, "separate", "stack")
+    assert "did you mean 'looped'" in refused(capsys, "separate", "copy", "--methods", "loped")
+
+
 @pytest.mark.parametrize("models", [2, 12])
 def test_few_models_are_curves_and_many_a_map(models, tmp_path, monkeypatch):
     drawn = []

@@ -35,6 +35,7 @@ class Recurrent(Architecture):
     """Reads token after token into a state of its own; `unroll` says how."""
 
     config: SizeConfig
+    token_by_token = True
 
     def __init__(self, config: SizeConfig) -> None:
         super().__init__()

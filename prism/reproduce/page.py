@@ -67,6 +67,8 @@ def draw_all(results: Path) -> list[Path]:
                 bodies.append(_section(group, kept, files[0].relative_to(results.parent)))
         if bodies:
             sections.append(f"## {title}\n\n" + "\n".join(bodies))
+    if (results / "separate").is_dir():
+        sections.append(_separate(results / "separate"))
     lengths = draw_lengths(results / "figures")
     written += lengths
     sections.append(_scan_lengths(lengths[0].relative_to(results.parent)))
@@ -147,6 +149,20 @@ def _part(score: Mapping[str, Any] | None, part: str) -> Mapping[str, Any] | Non
     if score is None or part not in score.get("parts", {}):
         return None
     return {"exact": score["parts"][part], "examples": score["examples"]}
+
+
+def _separate(folder: Path) -> str:
+    """Each task's own table of what is told more than the others, or answers in another way."""
+    from prism.separate.table import read, table_lines
+
+    parts = ["## Methods apart\n\nNot to be ranked with the others: what they are told makes the question easier. "
+             "`prism separate TASK` makes these results.\n"]
+    for group in sorted(one for one in folder.iterdir() if one.is_dir()):
+        found = [read(path) for path in sorted(group.glob("*.json"))]
+        terms = found[0]["terms"]
+        parts += [f"### {terms['task']['name']}, trained up to {terms['max_length']}, {terms['steps']:,} steps\n",
+                  *table_lines(found), ""]
+    return "\n".join(parts)
 
 
 def _scan_lengths(figure: Path) -> str:
