@@ -22,7 +22,13 @@ Result = Mapping[str, Any]  # a result.json
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")  # Okabe and Ito's
 MARKERS = "osD^vPX*"
 STYLES = ("-", ":", "-.")  # of the lines, once the colours are used up
+TITLES = {  # where a name in lower case would look odd in a figure
+    "prism": "PRISM", "sinusoidal": "sinusoidal APE", "nope": "NoPE", "alibi": "ALiBi", "t5": "T5 bias", "rope": "RoPE",
+    "kerple": "KERPLE", "fire": "FIRE", "cope": "CoPE", "dape": "DAPE", "cable": "CABLE", "bipe": "BiPE",
+    "forgetting": "forgetting (FoX)", "path": "PaTH", "hard_alibi": "Hard-ALiBi", "abacus": "Abacus", "lstm": "LSTM",
+}
 FEW, MANY = 3, 6  # curves whose legend has room among them; curves whose bands can still be told apart
+LIGHT_ON_DARK = 60  # %, from which a shade is so dark that its number is white
 WIDE = 12  # test lengths that span more than this factor are drawn on a logarithmic axis
 
 
@@ -140,11 +146,12 @@ def heat_map(models: Mapping[str, Sequence[Result]]) -> "Figure":
     figure = Figure(figsize=(2.4 + 0.72 * len(lengths), 1.2 + 0.27 * len(models)), layout="constrained")
     axes = figure.subplots()
     axes.imshow([[math.nan if share is None else share for share in row] for row in shares],
-                cmap="Blues", vmin=0, vmax=140, aspect="auto")  # dark enough to tell apart, light enough to read on
+                cmap="Blues", vmin=0, vmax=120, aspect="auto")
     for y, row in enumerate(shares):
         for x, share in enumerate(row):
             said = "refused" if share is None else f"{share:.0f}" if share in (0, 100) else f"{share:.1f}"
-            axes.text(x, y, said, ha="center", va="center", fontsize=8, color="0.45" if not share else "0.0",
+            colour = "0.45" if not share else "white" if share > LIGHT_ON_DARK else "black"
+            axes.text(x, y, said, ha="center", va="center", fontsize=8, color=colour,
                       weight="bold" if share == 100 else "normal")
     beyond = next((x for x, length in enumerate(lengths) if length > config["max_length"]), len(lengths))
     axes.axvline(beyond - 0.5, color="0.2", linestyle="--", linewidth=1.2)
@@ -238,4 +245,4 @@ def lengths_of(result: Result) -> list[int]:
 
 def _title(encoding: str) -> str:
     name, comma, more = encoding.partition(",")
-    return {"prism": "PRISM", "sinusoidal": "sinusoidal APE", "nope": "NoPE"}.get(name, name) + comma + more
+    return TITLES.get(name, name) + comma + more

@@ -42,6 +42,11 @@ class Contender:
         return kind.hint or ""
 
     @property
+    def title(self) -> str:
+        """Its name in a figure, which has no column for what it is told."""
+        return f"{self.name}, hinted" if self.told else self.name
+
+    @property
     def parameters(self) -> int:
         return int(self.runs[0]["parameters"])
 
@@ -165,7 +170,7 @@ def results_under(folder: Path) -> list[Result]:
 
 def draw(one: Comparison, out: Path) -> list[Path]:
     """The figure, and the table as a page beside it: curves for a few models, a map of shades for many."""
-    runs = {contender.name: contender.runs for contender in one.contenders}
+    runs = {contender.title: contender.runs for contender in one.contenders}
     figure = extrapolation(runs) if len(runs) <= FEW else heat_map(runs)
     written = save_figure(figure, out, one.stem)
     page = out / f"{one.stem}.md"

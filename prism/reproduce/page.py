@@ -88,7 +88,7 @@ def _groups() -> list[Group]:
 
 def _figure(group: Group, kept: Mapping[Cell, Mapping[str, Any]], folder: Path) -> list[Path]:
     if group.part in ARENAS:
-        ranked = {one.name: one.runs for one in in_order(_by_model(kept), group.max_length)}
+        ranked = {one.title: one.runs for one in in_order(_by_model(kept), group.max_length)}
         return save_figure(heat_map(ranked), folder, group.stem)
     return save_figure(extrapolation(_by_model(kept)), folder, group.stem)
 
