@@ -175,7 +175,7 @@ def test_a_curve_is_one_model_and_a_band_its_seeds(runs):
         return {"config": {**config, **changes}, "final": {"test": {"2": score, "20": score}}}
 
     given_twice = [result(0), result(0), result(1), result(0, preset="best"), result(0, "sinusoidal")]
-    axes = prism.figures.extrapolation(prism.figures._models(given_twice)).axes[0]
+    axes = prism.figures.extrapolation(prism.figures.models_of(given_twice)).axes[0]
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == [
         "NoPE (2 seeds: mean, range)", "NoPE, best (1 seed, 95 % interval)",
