@@ -232,7 +232,7 @@ class PrismLayer(nn.Module):
     ) -> tuple[Float[Tensor, "batch copying time bins"], Float[Tensor, "batch copying time"]]:
         """Mass each copying cursor receives: p_copy over the tokens seen, put where their key cursors stand."""
         weights, no_copy, state.copy_keys = self.copy(features, state.copy_keys)
-        if stream is not None:
+        if stream is not None and stream.recorder is not None:
             stream.note(f"prism.{self.depth}.copy", torch.cat((weights, no_copy[..., None]), dim=-1))
         weights, no_copy = weights.to(moving.dtype), no_copy.to(moving.dtype)
         seen = weights.shape[-1]

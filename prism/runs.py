@@ -89,7 +89,8 @@ class RunFolder:
     @staticmethod
     def exists(path: str | Path) -> bool:
         """Whether there is a run in this folder."""
-        return (Path(path) / CONFIG).is_file()
+        with explained("read", Path(path)):
+            return (Path(path) / CONFIG).is_file()
 
     @staticmethod
     def writer(path: str | Path) -> int | None:

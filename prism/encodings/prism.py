@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from prism.cursors import Cursors, CursorState, PrismConfig, PrismLayer
 from prism.encodings.encoding import Encoding, Stream
 from prism.errors import UserError
-from prism.ops.attention import extend
+from prism.ops.attention import extend, visible
 from prism.ops.dispatch import has_triton
 from prism.ops.histogram import MOST_BINS, edge_mass
 from prism.ops.superposition import at_expected_position, low_rank_table, normalise, superpose, table_on
@@ -183,12 +183,20 @@ class Prism(Encoding):
             stream.note("prism.mu", torch.sigmoid(self.mu_logit) if self.config.content else self.alpha[..., 0] * 0)
 
     def _note_scores(self, query: Tensor, key: Tensor, layer: int, mu: Tensor | None, stream: Stream) -> None:
-        """The two parts of eq:hybrid-score, of this chunk's tokens to one another."""
+        """The two parts of eq:hybrid-score, -inf where a key is not visible; of keys read unrecorded, NaN."""
         q, k = stream.memory["positions", layer]
         asked, at = extend(query, key, q, k, self.alpha[layer - self.config.depths[0]], None, self.config.pe_width)
-        share = torch.zeros(self.heads, device=query.device) if mu is None else mu
-        stream.note(f"layer.{layer}.scores.content", share[:, None, None] * (query @ key.mT))
-        stream.note(f"layer.{layer}.scores.position", (1 - share)[:, None, None] * (asked @ at.mT))
+        share = (torch.zeros(self.heads, device=query.device, dtype=query.dtype) if mu is None else mu)[:, None, None]
+        earlier = stream.memory.get(("noted keys", layer), (key[:, :, :0], at[:, :, :0]))
+        keys = tuple(
+            torch.cat((nn.functional.pad(before, (0, 0, 0, stream.seen - before.shape[2]), value=math.nan), now), dim=2)
+            for before, now in zip(earlier, (key, at), strict=True)
+        )
+        stream.memory["noted keys", layer] = keys
+        hidden = ~visible(query.shape[2], keys[0].shape[2], query.device)
+        parts = {"content": share * (query @ keys[0].mT), "position": (1 - share) * (asked @ keys[1].mT)}
+        for part, scores in parts.items():
+            stream.note(f"layer.{layer}.scores.{part}", scores.masked_fill(hidden, -math.inf))
 
     def read(self, x: Float[Tensor, "batch time width"]) -> Stream:
         """For a model of your own: runs the cursors over a whole batch of token embeddings."""
