@@ -357,8 +357,7 @@ def test_hard_alibi_takes_no_more_windows_than_heads():
 def test_hard_alibi_has_windows_and_a_free_head_at_a_laptops_size():
     quick, plain = run("hard_alibi", "quick"), run("nope", "quick")
     assert quick.model.heads * quick.model.head_width == plain.model.heads * plain.model.head_width
-    assert quick.positions.masked is not None
-    assert 1 < quick.positions.masked < quick.model.heads
+    assert (quick.positions.masked, quick.model.heads) == (6, 8)  # fewer windows, and copying 20 digits is a guess
     assert run("hard_alibi", "paper").model == run("nope", "paper").model
 
 

@@ -11,15 +11,20 @@ the code's, by default, are, as in the formula above, where one query meets key 
 Dimensions: batch; heads; query = tokens of this chunk; key = all tokens so far; features = a head's width; places = n.
 """
 
+import dataclasses
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from prism.encodings.encoding import Encoding, Stream
+from prism.encodings.encoding import Encoding, Stream, tokens_in_training
 from prism.ops.running_sum import sum_from_here
 from prism.settings import Settings, setting
+
+if TYPE_CHECKING:
+    from prism.config import RunConfig
 
 
 def contextual_scores(
@@ -53,6 +58,12 @@ class Cope(Encoding):
     extrapolates = True  # a count never exceeds the last place
     Config = CopeConfig
     config: CopeConfig
+
+    @classmethod
+    def preset(cls, name: str, base: "RunConfig") -> "RunConfig":
+        """No more places than training can count to: the last one is then trained, and stands for what is beyond."""
+        assert isinstance(base.positions, CopeConfig)
+        return dataclasses.replace(base, positions=CopeConfig(min(base.positions.places, tokens_in_training(base) + 1)))
 
     def __init__(
         self, width: int, layers: int, heads: int, head_width: int | None = None, config: CopeConfig | None = None

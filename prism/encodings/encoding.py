@@ -8,6 +8,7 @@ Dimensions: width = of the residual stream; heads; features = a head's width; qu
 key = all tokens so far.
 """
 
+import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 
 HintKind = Literal["digits", "coupling", "segments"]  # what a task may tell of its structure: prism/hints.py
+EXAMPLES = 50  # of the training's length, drawn to find the longest in tokens
+FIXED_EXAMPLES = 1_000  # the same, where they come from a fixed set and any length may be missing
 NO_TOKEN = -1  # the id, in `Stream.tokens`, of the start token
 
 
@@ -174,3 +177,16 @@ class Encoding(nn.Module):
     def optimizer_groups(self) -> Iterable[Mapping[str, Any]]:
         """Parameters with AdamW settings of their own: {"params": [...], "lr": ..., ...}. The rest share a group."""
         return ()
+
+
+def tokens_in_training(base: "RunConfig") -> int:
+    """The most input tokens of a training sequence, as some examples show it: for presets that have to know."""
+    from prism.config import ModelConfig
+    from prism.data import vocabulary
+
+    rng, task, split = random.Random(0), base.task, vocabulary(base.task).split
+    draw, count = (task.example, EXAMPLES) if task.has_curriculum else (task.training_example, FIXED_EXAMPLES)
+    examples = [draw(rng, base.max_length, "train") for _ in range(count)]
+    tokens = max(len(split(one.prompt)) + len(split(one.completion)) for one in examples)
+    opens = isinstance(base.model, ModelConfig) and base.model.start_token
+    return tokens - 1 + opens  # the last token is never read, only asked for

@@ -56,9 +56,11 @@ class HardAlibi(Encoding):
     def preset(cls, name: str, base: "RunConfig") -> "RunConfig":
         if name != "quick":
             return base
-        # Half of two heads would be one that sees itself alone: no positions at all. The same width makes four heads.
-        model = dataclasses.replace(base.model, heads=4, head_width=16)  # type: ignore[call-arg]
-        return dataclasses.replace(base, model=model, positions=HardAlibiConfig(masked=3))
+        # Half of two heads would be one that sees itself alone: no positions at all. The same width makes eight heads,
+        # and six windows let the second layer match five digits in a row; two, as with three windows, are ambiguous in
+        # most strings of 20.
+        model = dataclasses.replace(base.model, heads=8, head_width=8)  # type: ignore[call-arg]
+        return dataclasses.replace(base, model=model, positions=HardAlibiConfig(masked=6))
 
     def bias(self, layer: int, stream: Stream) -> Float[Tensor, "1 heads query key"]:
         outside = stream.distances(self.windows.device) >= self.windows[:, None, None]

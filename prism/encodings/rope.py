@@ -14,22 +14,19 @@ Dimensions: batch; heads; query = tokens of this chunk; features = a head's widt
 """
 
 import dataclasses
-import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from jaxtyping import Float
 from torch import Tensor
 
-from prism.encodings.encoding import Encoding, Stream
+from prism.encodings.encoding import Encoding, Stream, tokens_in_training
 from prism.rotary import check_pairs, frequencies, turn
 from prism.settings import Settings, setting
 
 if TYPE_CHECKING:
     from prism.config import RunConfig
 
-EXAMPLES = 50  # of the training's length, drawn to find the longest in tokens
-FIXED_EXAMPLES = 1_000  # the same, where they come from a fixed set and any length may be missing
 Scaling = Literal["none", "interpolation", "ntk"]
 BATCH_WIDTH = 8  # a GPU's batches are padded to a multiple of this: what pads a trained length is no longer sequence
 
@@ -76,7 +73,8 @@ class Rope(Encoding):
     @classmethod
     def preset(cls, name: str, base: "RunConfig") -> "RunConfig":
         assert isinstance(base.positions, RopeConfig)
-        return dataclasses.replace(base, positions=dataclasses.replace(base.positions, trained=_trained(base)))
+        known = dataclasses.replace(base.positions, trained=tokens_in_training(base))
+        return dataclasses.replace(base, positions=known)
 
     def embed(
         self, x: Float[Tensor, "batch query width"], stream: Stream
@@ -128,16 +126,3 @@ class RopeNtk(Rope):
                 "Peng et al., YaRN: Efficient Context Window Extension of Large Language Models, 2023")
     extrapolates = True  # no pair meets an angle that training has not shown, but for the grid they lie on
     Config = RopeNtkConfig
-
-
-def _trained(base: "RunConfig") -> int:
-    """The most input tokens of a training sequence, as some examples show it."""
-    from prism.config import ModelConfig
-    from prism.data import vocabulary
-
-    rng, task, split = random.Random(0), base.task, vocabulary(base.task).split
-    draw, count = (task.example, EXAMPLES) if task.has_curriculum else (task.training_example, FIXED_EXAMPLES)
-    examples = [draw(rng, base.max_length, "train") for _ in range(count)]
-    tokens = max(len(split(one.prompt)) + len(split(one.completion)) for one in examples)
-    opens = isinstance(base.model, ModelConfig) and base.model.start_token
-    return tokens - 1 + opens  # the last token is never read, only asked for

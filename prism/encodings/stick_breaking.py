@@ -2,9 +2,9 @@
 
     beta_ij = sigmoid(q_i k_j / sqrt(d)),    A_ij = beta_ij prod_{j<k<i} (1 - beta_ik)    for j < i
 
-A token does not attend to itself, so the first one's output is zero, as in the authors' kernels, by default. What is
-left of the stick, prod_{k<i} (1 - beta_ik), is then no one's; the code of their language models gives it to the token's
-own value by default, and so does `remainder=True`.
+A token does not attend to itself. What is left of the stick, prod_{k<i} (1 - beta_ik), goes to its own value, as by
+default in the code of the authors' language models (a later version scales it by a learned vector and norms each head).
+Their kernels alone leave it to no one, so that the first token's output is zero: `remainder=False`.
 
 All in logarithms, log A_ij = log sigmoid(s_ij) + sum_{j<k<i} log sigmoid(-s_ik), which no score is too large for.
 
@@ -38,9 +38,9 @@ def stick_breaking_weights(
 
 @dataclass(frozen=True)
 class StickBreakingConfig(Settings):
-    """The kernels' default; with the remainder, the language models'."""
+    """The language models' default; without the remainder, the kernels'."""
 
-    remainder: bool = False  # whether a token's own value gets what is left of the stick
+    remainder: bool = True  # whether a token's own value gets what is left of the stick
 
 
 class StickBreaking(Encoding):

@@ -9,17 +9,22 @@ starts its query weights smaller by as much; here scores are divided, and the bi
 Dimensions: heads; query = tokens of this chunk; key = all tokens so far.
 """
 
+import dataclasses
 from bisect import bisect_left
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from prism.encodings.encoding import Encoding, Stream
+from prism.encodings.encoding import Encoding, Stream, tokens_in_training
 from prism.errors import UserError
 from prism.settings import Settings, setting
+
+if TYPE_CHECKING:
+    from prism.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,13 @@ class T5(Encoding):
     Config = T5Config
     config: T5Config
     starts: Tensor
+
+    @classmethod
+    def preset(cls, name: str, base: "RunConfig") -> "RunConfig":
+        """T5's last bucket began within its training sequences: it does here too, so that what lies beyond is known."""
+        assert isinstance(base.positions, T5Config)
+        within = max(base.positions.buckets // 2 + 1, min(base.positions.max_distance, tokens_in_training(base) - 1))
+        return dataclasses.replace(base, positions=dataclasses.replace(base.positions, max_distance=within))
 
     def __init__(
         self, width: int, layers: int, heads: int, head_width: int | None = None, config: T5Config | None = None
