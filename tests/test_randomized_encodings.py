@@ -3,28 +3,34 @@
 With room for as many places as there are tokens, a draw can only be 0, 1, 2 ...: then each is its plain counterpart.
 """
 
+import dataclasses
 import itertools
 import math
 import warnings
+from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from prism.config import ModelConfig
+from prism.config import ModelConfig, preset
 from prism.encodings import Encoding, Stream, find_encoding
+from prism.encodings.encoding import NO_TOKEN
 from prism.encodings.randomized_relative import Relative, shifted
 from prism.encodings.sinusoidal import SinusoidalConfig
 from prism.errors import TooLong, UserError
+from prism.inside.recording import record
 from prism.random_positions import RandomPositions, RandomPositionsConfig
 from prism.settings import Settings
+from prism.tasks import find_task
 from prism.transformer import Transformer
 from tests.tolerances import assert_close, relative_error
 
 BATCH, LAYERS, WIDTH, FEATURES = 2, 2, 10, 4
 RANDOMIZED = ["randomized_sinusoidal", "randomized_learned", "randomized_rope", "randomized_alibi",
               "randomized_relative"]
-HOST = torch.device("cpu")
+FIRST = torch.tensor([[3], [1]])  # first tokens of the two sequences of `scored` and `read`: each has its own draw
 
 
 def normal(*shape: int, seed: int) -> Tensor:
@@ -55,10 +61,11 @@ def scored(encoding: Encoding, time: int, layer: int = 1, chunks: tuple[int, ...
     """One layer's scores where a key is visible, 0 elsewhere; read whole or in chunks."""
     query, key = (normal(BATCH, encoding.heads, time, FEATURES, seed=seed) for seed in (1, 2))
     x, stream = normal(BATCH, time, WIDTH, seed=3), encoding.start(time)
+    ids = torch.cat((FIRST, tokens(time - 1)), 1)
     keys, rows = key[:, :, :0], []
     for size in chunks or (time,):
         here = slice(stream.seen, stream.seen + size)
-        stream.time = size
+        stream.time, stream.tokens = size, ids[:, : here.stop]
         encoding.embed(x[:, here], stream)
         q, k = encoding.transform(query[:, :, here] / math.sqrt(FEATURES), key[:, :, here], layer, stream)
         keys = torch.cat((keys, k), 2)
@@ -68,6 +75,13 @@ def scored(encoding: Encoding, time: int, layer: int = 1, chunks: tuple[int, ...
     return torch.cat(rows, 2).tril(), stream
 
 
+def read(encoding: Encoding, x: Tensor) -> tuple[Tensor, list[list[int]]]:
+    """What `embed` makes of it, and each sequence's places."""
+    stream = encoding.start(x.shape[1])
+    stream.tokens = FIRST.expand(-1, x.shape[1])
+    return encoding.embed(x, stream), stream.memory["places"].tolist()
+
+
 # --- The draw ---
 
 
@@ -75,61 +89,133 @@ class Drawn(RandomPositions):
     """The draw alone."""
 
 
-def drawn(places: int, training: bool) -> Drawn:
-    return Drawn(WIDTH, LAYERS, 1, FEATURES, RandomPositionsConfig(places=places)).train(training)
+def drawn(places: int, training: bool, draws: str = "batch") -> Drawn:
+    return Drawn(WIDTH, LAYERS, 1, FEATURES, RandomPositionsConfig(places=places, draws=draws)).train(training)
 
 
+def asked(
+    encoding: Drawn, time: int, method: str = "positions", batch: int = 1, first: Sequence[int] | None = None
+) -> list[list[int]]:
+    """The draw for sequences that begin with these tokens, whose other tokens nobody has seen."""
+    stream = encoding.start(time)
+    if first is not None:
+        stream.tokens = torch.tensor(first)[:, None]
+        batch = len(stream.tokens)
+    return getattr(encoding, method)(torch.zeros(batch, time, WIDTH), stream).tolist()
+
+
+@pytest.mark.parametrize("draws", ["batch", "sequence"])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(("tokens_read", "places"), [(1, 1), (1, 9), (5, 9), (9, 9), (60, 2_048)])
-def test_a_draw_is_a_subset_in_order(tokens_read, places, training):
-    encoding = drawn(places, training)
-    positions = encoding.positions(encoding.start(tokens_read), HOST).tolist()
-    distances = encoding.distances(encoding.start(tokens_read), HOST).tolist()
-    for found in (positions, distances):
-        assert len(found) == tokens_read
-        assert found == sorted(set(found))
-        assert set(found) <= set(range(places))
-    assert distances[0] == 0
+def test_a_draw_is_a_subset_in_order(tokens_read, places, training, draws):
+    encoding = drawn(places, training, draws)
+    for method in ("positions", "distances"):
+        rows = asked(encoding, tokens_read, method, first=[4, 0, 4])
+        assert len(rows) == (3 if draws == "sequence" or not training else 1)
+        for found in rows:
+            assert len(found) == tokens_read
+            assert found == sorted(set(found))
+            assert set(found) <= set(range(places))
+            assert method == "positions" or found[0] == 0
 
 
-@pytest.mark.parametrize("method", ["positions", "distances"])
-def test_in_training_every_subset_is_as_likely_as_another(method):
-    torch.manual_seed(0)
-    encoding, draws = drawn(6, training=True), 4_000
-    counts: dict[tuple[int, ...], int] = {}
-    for _ in range(draws):
-        found = tuple(getattr(encoding, method)(encoding.start(3), HOST).tolist())
-        counts[found] = counts.get(found, 0) + 1
-    possible = list(itertools.combinations(range(6), 3))
-    if method == "distances":
-        possible = [subset for subset in possible if subset[0] == 0]
+def assert_equally_likely(found: list[tuple[int, ...]], fixed: bool) -> None:
+    """That draws of 3 places out of 6, the first of them 0 if it is fixed, favour none."""
+    possible = [subset for subset in itertools.combinations(range(6), 3) if subset[0] == 0 or not fixed]
+    counts = Counter(found)
     assert set(counts) == set(possible)
-    expected = draws / len(possible)
+    expected = len(found) / len(possible)
     chi_squared = sum((count - expected) ** 2 / expected for count in counts.values())
     assert chi_squared < 2.6 * len(possible)  # as at least 99.8 % of right draws are
 
 
-def test_a_training_pass_draws_once_from_the_global_generator():
-    encoding = drawn(2_048, training=True)
+@pytest.mark.parametrize("draws", ["batch", "sequence"])
+@pytest.mark.parametrize("method", ["positions", "distances"])
+def test_in_training_every_subset_is_as_likely_as_another(method, draws):
+    torch.manual_seed(0)
+    encoding = drawn(6, True, draws)
+    found = [tuple(row) for _ in range(1_000 if draws == "sequence" else 4_000)
+             for row in asked(encoding, 3, method, batch=4)]
+    assert len(found) == 4_000
+    assert_equally_likely(found, fixed=method == "distances")
+
+
+@pytest.mark.parametrize("method", ["positions", "distances"])
+def test_over_first_tokens_every_subset_is_as_likely_as_another(method):
+    found = asked(drawn(6, training=False), 3, method, first=range(4_000))
+    assert_equally_likely([tuple(row) for row in found], fixed=method == "distances")
+
+
+def test_two_sequences_of_a_batch_draw_apart():
+    """Neither the same places nor places that tell of each other: each pair of subsets comes up as often."""
+    torch.manual_seed(0)
+    encoding = drawn(3, True, "sequence")
+    counts = Counter(tuple(map(tuple, asked(encoding, 1, batch=2))) for _ in range(1_800))
+    assert len(counts) == 9
+    assert sum((count - 200) ** 2 / 200 for count in counts.values()) < 24.4  # 99.8 % of right draws, 8 degrees
+
+
+@pytest.mark.parametrize("draws", ["batch", "sequence"])
+def test_a_training_pass_draws_once_from_the_global_generator(draws):
+    encoding, x = drawn(2_048, True, draws), torch.zeros(2, 20, WIDTH)
     found = []
     for seed in (3, 3, 4):
         torch.manual_seed(seed)
         stream = encoding.start(20)
-        found.append(encoding.positions(stream, HOST))
-        assert torch.equal(encoding.positions(stream, HOST), found[-1])
+        found.append(encoding.positions(x, stream))
+        assert torch.equal(encoding.positions(x, stream), found[-1])
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
 
 
-def test_outside_training_only_the_room_decides():
-    first, second = drawn(2_048, training=False), drawn(2_048, training=False)
+def test_outside_training_the_room_and_the_first_token_decide():
+    first, second = drawn(2_048, False), drawn(2_048, False, "sequence")
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    here = first.positions(first.start(20), HOST)
+    here = asked(first, 20, first=[7, 2, 7])
     assert torch.equal(torch.get_rng_state(), state)
+    assert here[0] == here[2] != here[1]
     torch.manual_seed(2)
-    assert torch.equal(second.positions(second.start(20), HOST), here)
-    assert not torch.equal(second.positions(second.start(21), HOST)[:20], here)
+    assert asked(second, 20, first=[2, 7]) == [here[1], here[0]]
+    assert asked(second, 20, first=[7]) == [here[0]]
+    assert not set(here[0]) <= set(asked(second, 21, first=[7])[0])  # another draw, not one place more
+
+
+def test_a_draw_is_made_once_for_each_first_token(monkeypatch):
+    made = []
+    monkeypatch.setattr(torch, "randperm", lambda *args, real=torch.randperm, **kwargs: made.append(1) or real(
+        *args, **kwargs))
+    asked(drawn(2_048, False), 20, first=[7, 2, 7, 7, 2, 5])
+    assert len(made) == 3
+
+
+def test_where_no_ids_are_known_there_is_one_draw():
+    encoding = drawn(2_048, False)
+    assert asked(encoding, 20, batch=5) == asked(encoding, 20, first=[0])
+
+
+def test_behind_a_start_token_there_is_one_draw():
+    size = ModelConfig(width=WIDTH, layers=LAYERS, heads=3, head_width=FEATURES, vocabulary=5, start_token=True)
+    made = Transformer(size, drawn(50, False)).double().eval()
+    seen = []
+    made.encoding.embed = lambda x, stream: seen.append(made.encoding.positions(x, stream)) or x
+    made(torch.tensor([[0, 1, 2], [4, 1, 2]]))
+    assert seen[0].tolist() == 2 * asked(made.encoding, 4, first=[NO_TOKEN])
+
+
+@pytest.mark.parametrize("name", RANDOMIZED)
+def test_first_tokens_decide_what_a_model_draws_and_later_ones_do_not(name):
+    """A model to which all tokens look the same: its attention can tell of nothing but the draw."""
+    made = model(name, find_encoding(name).Config(places=300))
+    with torch.no_grad():
+        made.embedding.weight[:] = made.embedding.weight[0].clone()
+    ids = torch.tensor([[2, 0, 3, 1, 4, 4, 0], [4, 0, 3, 1, 4, 4, 0], [2, 4, 4, 2, 2, 1, 3]])
+    (attention,) = record(made, ids, ["layer.0.attention"]).values()
+    assert_close(attention[2], attention[0])
+    assert relative_error(attention[1], attention[0]) > 1e-6
+    for row in range(3):
+        (alone,) = record(made, ids[row : row + 1], ["layer.0.attention"]).values()
+        assert_close(alone[0], attention[row])
 
 
 @pytest.mark.parametrize("name", RANDOMIZED)
@@ -141,19 +227,25 @@ def test_there_are_only_so_many_places(name):
         encoding.start(13)
 
 
+@pytest.mark.parametrize("draws", ["batch", "sequence"])
 @pytest.mark.parametrize("name", RANDOMIZED)
-def test_a_batch_shares_its_draw_and_the_next_has_another(name):
-    made = model(name).train()
-    same = made(tokens(9, batch=1).expand(3, -1))
-    assert torch.equal(same[0], same[1])
-    assert relative_error(made(tokens(9, batch=1))[0], same[0]) > 1e-6
+def test_a_training_batch_shares_its_draw_unless_told_otherwise_and_the_next_has_another(name, draws):
+    made = model(name, find_encoding(name).Config(draws=draws)).train()
+    first, second, third = made(tokens(9, batch=1).expand(3, -1))
+    if draws == "batch":
+        assert_close(second, first)
+        assert_close(third, first)
+    else:
+        assert min(relative_error(second, first), relative_error(third, first), relative_error(third, second)) > 1e-6
+    assert relative_error(made(tokens(9, batch=1))[0], first) > 1e-6
     made.eval()
     assert torch.equal(made(tokens(9)), made(tokens(9)))
 
 
+@pytest.mark.parametrize("draws", ["batch", "sequence"])
 @pytest.mark.parametrize("name", RANDOMIZED)
-def test_a_training_pass_in_chunks_keeps_its_draw(name):
-    made = model(name).train()
+def test_a_training_pass_in_chunks_keeps_its_draw(name, draws):
+    made = model(name, find_encoding(name).Config(draws=draws)).train()
     torch.manual_seed(5)
     with torch.no_grad():
         whole = made(tokens(9))
@@ -161,6 +253,22 @@ def test_a_training_pass_in_chunks_keeps_its_draw(name):
         cache = made.new_cache(9)
         parts = [made(chunk, cache) for chunk in tokens(9).split([2, 6, 1], dim=1)]
     assert_close(torch.cat(parts, 1), whole)
+
+
+@pytest.mark.parametrize("name", RANDOMIZED)
+def test_the_quick_preset_draws_for_each_sequence_and_the_others_as_published(name):
+    def config(of):
+        return preset(of, find_task("copy")(), name)
+
+    assert config("quick").positions == find_encoding(name).Config(draws="sequence")
+    assert config("paper").positions == config("best").positions == find_encoding(name).Config(draws="batch")
+    assert config("paper").model == preset("paper", find_task("copy")(), "nope").model
+    quick, plain = config("quick").model, preset("quick", find_task("copy")(), "nope").model
+    if name == "randomized_alibi":
+        assert (quick.heads, quick.head_width) == (8, 8)
+        plain = dataclasses.replace(plain, heads=8, head_width=8)
+    assert quick == plain
+    assert quick.heads * quick.head_width == 64
 
 
 # --- What is done with it ---
@@ -186,25 +294,25 @@ def test_with_no_room_to_spare_relative_is_plain():
 
 def test_drawn_sinusoids_are_added():
     encoding, x = make("randomized_sinusoidal", places=50), normal(BATCH, 5, WIDTH, seed=3)
-    stream = encoding.start(5)
-    out, places = encoding.embed(x, stream), stream.memory["places"].tolist()
-    assert places != list(range(5))
+    out, places = read(encoding, x)
+    assert places[0] != places[1]
     for b, t, i in itertools.product(range(BATCH), range(5), range(WIDTH)):
-        angle = places[t] / 10_000 ** (i // 2 * 2 / WIDTH)
+        angle = places[b][t] / 10_000 ** (i // 2 * 2 / WIDTH)
         assert float(out[b, t, i] - x[b, t, i]) == pytest.approx((math.cos if i % 2 else math.sin)(angle), abs=1e-12)
 
 
 def test_drawn_rows_of_the_table_are_added_and_learn():
-    encoding, x = make("randomized_learned", places=50), normal(BATCH, 5, WIDTH, seed=3)
-    stream = encoding.start(5)
-    out, places = encoding.embed(x, stream), stream.memory["places"].tolist()
+    encoding, x = make("randomized_learned", places=12), normal(BATCH, 5, WIDTH, seed=3)
+    out, places = read(encoding, x)
+    assert places[0] != places[1]
+    assert set(places[0]) & set(places[1])  # so that one row learns from both
     for b, t in itertools.product(range(BATCH), range(5)):
-        assert_close(out[b, t], x[b, t] + encoding.table[places[t]].detach())
+        assert_close(out[b, t], x[b, t] + encoding.table[places[b][t]].detach())
     upstream = normal(BATCH, 5, WIDTH, seed=4)
     (out * upstream).sum().backward()
-    expected = torch.zeros(50, WIDTH, dtype=torch.float64)
+    expected = torch.zeros(12, WIDTH, dtype=torch.float64)
     for b, t in itertools.product(range(BATCH), range(5)):
-        expected[places[t]] += upstream[b, t]
+        expected[places[b][t]] += upstream[b, t]
     assert_close(encoding.table.grad, expected)
 
 
@@ -213,11 +321,12 @@ def test_drawn_places_turn_queries_and_keys(chunks):
     encoding, time = make("randomized_rope", places=50, base=30.0), 7
     found, stream = scored(encoding, time, chunks=chunks)
     places = stream.memory["places"].tolist()
+    assert places[0] != places[1]
     query, key = (normal(BATCH, 3, time, FEATURES, seed=seed) for seed in (1, 2))
     expected = torch.zeros_like(found)
     for b, h, m, i in itertools.product(range(BATCH), range(3), range(time), range(FEATURES // 2)):
         for n in range(m + 1):
-            angle = (places[m] - places[n]) * 30.0 ** (-2 * i / FEATURES)
+            angle = (places[b][m] - places[b][n]) * 30.0 ** (-2 * i / FEATURES)
             (a, c), (d, e) = query[b, h, m, 2 * i : 2 * i + 2].tolist(), key[b, h, n, 2 * i : 2 * i + 2].tolist()
             score = (a * d + c * e) * math.cos(angle) + (a * e - c * d) * math.sin(angle)
             expected[b, h, m, n] += score / math.sqrt(FEATURES)
@@ -233,14 +342,16 @@ def test_drawn_distances_have_the_slopes_of_alibi(heads):
     encoding, time = make("randomized_alibi", heads, places=40), 6
     found, stream = scored(encoding, time)
     distances = stream.memory["places"]
-    assert distances.tolist() != list(range(time))
+    assert distances[0].tolist() != distances[1].tolist()
     query, key = (normal(BATCH, heads, time, FEATURES, seed=seed) for seed in (1, 2))
     # Every query finds its n-th predecessor at the n-th distance: row by row, theirs with positions of our making.
     theirs = AlibiPositionalBias(heads=heads)
-    for row in range(time):
-        bias = theirs.forward_custom_pos(distances[:1], distances[: row + 1].flip(0))
-        expected = (query[:, :, row : row + 1] @ key[:, :, : row + 1].mT) / math.sqrt(FEATURES) + bias
-        assert_close(found[:, :, row : row + 1, : row + 1], expected, dtype=torch.float32)
+    for b, row in itertools.product(range(BATCH), range(time)):
+        bias = theirs.forward_custom_pos(distances[b, :1], distances[b, : row + 1].flip(0))
+        expected = (query[b, :, row : row + 1] @ key[b, :, : row + 1].mT) / math.sqrt(FEATURES) + bias
+        assert_close(found[b, :, row : row + 1, : row + 1], expected, dtype=torch.float32)
+    for chunks in ((1,) * time, (2, 3, 1)):
+        assert_close(scored(encoding, time, chunks=chunks)[0], found)
 
 
 def test_the_slopes_of_eight_heads_are_powers_of_two():
@@ -257,7 +368,7 @@ def test_the_slopes_of_eight_heads_are_powers_of_two():
 # --- Transformer-XL ---
 
 
-def slow_relative(encoding: Relative, distances: list[int], layer: int, time: int) -> Tensor:
+def slow_relative(encoding: Relative, distances: list[list[int]], layer: int, time: int) -> Tensor:
     """Dai et al., section 3.3, one score at a time."""
     query, key = (normal(BATCH, 3, time, FEATURES, seed=seed) for seed in (1, 2))
     own = 0 if encoding.name == "relative" else layer
@@ -267,7 +378,7 @@ def slow_relative(encoding: Relative, distances: list[int], layer: int, time: in
         if n > m:
             rows.append(torch.zeros((), dtype=torch.float64))
             continue
-        angle = [distances[m - n] / 10_000 ** (w // 2 * 2 / WIDTH) for w in range(WIDTH)]
+        angle = [distances[b][m - n] / 10_000 ** (w // 2 * 2 / WIDTH) for w in range(WIDTH)]
         r = torch.tensor([math.cos(a) if w % 2 else math.sin(a) for w, a in enumerate(angle)], dtype=torch.float64)
         score = torch.zeros((), dtype=torch.float64)
         for f in range(FEATURES):
@@ -284,8 +395,8 @@ def test_relative_is_the_four_terms_of_transformer_xl(name, layer):
     encoding = make(name, **options)
     assert isinstance(encoding, Relative)
     found, stream = scored(encoding, time, layer)
-    distances = list(range(time)) if name == "relative" else stream.memory["places"].tolist()
-    assert (distances == list(range(time))) == (name == "relative")
+    distances = BATCH * [list(range(time))] if name == "relative" else stream.memory["places"].tolist()
+    assert (distances[0] == distances[1]) == (name == "relative")
     expected = slow_relative(encoding, distances, layer, time)
     assert_close(found.detach(), expected.detach())
     for chunks in ((1,) * time, (2, 3, 1)):
@@ -311,6 +422,19 @@ def test_shifting_puts_each_distance_under_its_key(queries, keys):
 def test_relative_shares_its_biases_and_randomized_relative_does_not():
     assert make("relative").to_content.shape == (1, 3, FEATURES)
     assert make("randomized_relative").to_content.shape == (LAYERS, 3, FEATURES)
+
+
+@pytest.mark.parametrize("name", ["randomized_alibi", "randomized_relative"])
+def test_the_footprint_is_what_sequences_do_not_share(name):
+    time, encoding = 13, make(name)
+    streams = [scored(encoding, time, layer)[1] for layer in range(LAYERS)]
+    if name == "randomized_alibi":
+        kept = streams[0].memory["bias"].numel()
+    else:
+        kept = BATCH * encoding.heads * time * time  # a layer's scores of distances
+        kept += streams[0].memory["sinusoids"].numel()
+        kept += sum(stream.memory["distances", layer].numel() for layer, stream in enumerate(streams))
+    assert kept == BATCH * time * encoding.footprint(time)
 
 
 def test_places_must_be_some():

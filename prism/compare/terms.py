@@ -3,8 +3,8 @@
 - The same task, training lengths, batches, steps, optimiser and curriculum: the preset's. An encoding keeps the options
   its own paper gives it, which are its defaults, and PRISM those of the preset.
 - The same Transformer for all encodings but PRISM: the preset's, with feed-forward parts wide enough, in multiples of
-  the width, to have PRISM's parameters within a tenth. (Hard-ALiBi, for which the quick preset has too few heads, has
-  more of them, as wide together.) What is still further off, mostly for a table of positions, is marked in the table.
+  the width, to have PRISM's parameters within a tenth. (Where the quick preset has too few heads for a method, ALiBi's
+  kin, it has more of them, as wide together.) What is still further off, mostly for a table of positions, is marked in the table.
 - The same examples are tested, and the final weights count.
 
 What is not equal: the presets' learning rates and step budgets were found with PRISM, and PRISM has the optimiser groups

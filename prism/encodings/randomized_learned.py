@@ -30,5 +30,4 @@ class RandomizedLearned(RandomPositions):
     def embed(
         self, x: Float[Tensor, "batch query width"], stream: Stream
     ) -> Float[Tensor, "batch query width"]:
-        places = self.positions(stream, x.device)[stream.seen : stream.seen + x.shape[1]]
-        return x + embedding(places, self.table)
+        return x + embedding(self.positions(x, stream), self.table)

@@ -6,7 +6,9 @@ The score of a query at i and a key at j, with R the sinusoid of their distance 
 
 W is each layer's own. All layers share u and v in `relative`, as in Dai et al.; in `randomized_relative` they are each
 layer's own too, as in the code of Ruoss et al., whose distances are drawn so: the sinusoids are those of 0 and of
-increasing distances out of 1..L-1, the same for all queries. Their code refuses a causal mask; this is its left half.
+increasing distances out of 1..L-1, the same for all queries. Their code refuses a causal mask; this is its left half,
+as its comments intend it: it looks d to the left up as L - d, in a table that ends at L - 1, where it finds 0 too.
+Transformer-XL's scripts clamp distances at test time, which is not done here.
 
 Dimensions: batch; heads; query = tokens of this chunk; key = all tokens so far; width = of the residual stream;
 features = a head's width; distance = 0 .. what the whole sequence can have.
@@ -50,7 +52,7 @@ class Relative(Encoding):
         self, x: Float[Tensor, "batch query width"], stream: Stream
     ) -> Float[Tensor, "batch query width"]:
         if "sinusoids" not in stream.memory:
-            stream.memory["sinusoids"] = sinusoid(self._distances(stream, x.device).to(x.dtype), self.width)
+            stream.memory["sinusoids"] = sinusoid(self._distances(x, stream).to(x.dtype), self.width)
         return x
 
     def transform(
@@ -69,16 +71,16 @@ class Relative(Encoding):
     def bias(self, layer: int, stream: Stream) -> Float[Tensor, "batch heads query key"]:
         if ("distances", layer) not in stream.memory:
             projected = self.project[layer](stream.memory["sinusoids"])
-            stream.memory["distances", layer] = projected.unflatten(-1, (self.heads, -1)).transpose(0, 1)
+            stream.memory["distances", layer] = projected.unflatten(-1, (self.heads, -1)).transpose(1, 2)
         asking = stream.memory["asking"]
         keys = stream.seen + asking.shape[2]
-        return shifted(asking @ stream.memory["distances", layer][:, :keys].flip(1).mT)
+        return shifted(asking @ stream.memory["distances", layer][:, :, :keys].flip(2).mT)
 
     def footprint(self, capacity: int) -> int:
         return self.heads * capacity  # the part of the scores that comes from distances
 
-    def _distances(self, stream: Stream, device: torch.device) -> Int[Tensor, " distance"]:
-        return torch.arange(stream.capacity, device=device)
+    def _distances(self, x: Float[Tensor, "batch query width"], stream: Stream) -> Int[Tensor, "#batch distance"]:
+        return torch.arange(stream.capacity, device=x.device)[None]
 
 
 class RandomizedRelative(RandomPositions, Relative):
@@ -89,8 +91,12 @@ class RandomizedRelative(RandomPositions, Relative):
     citation = "Ruoss et al., Randomized Positional Encodings Boost Length Generalization of Transformers, 2023"
     shared = False
 
-    def _distances(self, stream: Stream, device: torch.device) -> Int[Tensor, " distance"]:
-        return self.distances(stream, device)
+    def footprint(self, capacity: int) -> int:
+        # Where sequences differ in their draws, so do their sinusoids, before and after each layer's W.
+        return super().footprint(capacity) + self.width + self.layers * self.heads * self.head_width
+
+    def _distances(self, x: Float[Tensor, "batch query width"], stream: Stream) -> Int[Tensor, "#batch distance"]:
+        return self.distances(x, stream)
 
 
 def shifted(logits: Float[Tensor, "batch heads query key"]) -> Float[Tensor, "batch heads query key"]:

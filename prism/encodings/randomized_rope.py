@@ -40,9 +40,9 @@ class RandomizedRope(RandomPositions):
     def embed(
         self, x: Float[Tensor, "batch query width"], stream: Stream
     ) -> Float[Tensor, "batch query width"]:
-        places = self.positions(stream, x.device)[stream.seen : stream.seen + x.shape[1]].double()
+        places = self.positions(x, stream).double()
         theta = frequencies(self.head_width, self.config.base, x.device)
-        stream.memory["angles"] = (places[:, None] * theta)[None, None]
+        stream.memory["angles"] = (places[..., None] * theta)[:, None]
         return x
 
     def transform(

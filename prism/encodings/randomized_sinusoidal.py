@@ -21,5 +21,4 @@ class RandomizedSinusoidal(RandomPositions):
     def embed(
         self, x: Float[Tensor, "batch query width"], stream: Stream
     ) -> Float[Tensor, "batch query width"]:
-        places = self.positions(stream, x.device)[stream.seen : stream.seen + x.shape[1]]
-        return x + sinusoid(places.to(x.dtype), self.width)
+        return x + sinusoid(self.positions(x, stream).to(x.dtype), self.width)
