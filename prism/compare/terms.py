@@ -4,11 +4,11 @@
   its own paper gives it, which are its defaults, and PRISM those of the preset.
 - The same Transformer for all encodings but PRISM: the preset's, with feed-forward parts wide enough, in multiples of
   the width, to have PRISM's parameters within a tenth. (Where the quick preset has too few heads for a method, ALiBi's
-  kin, it has more of them, as wide together.) What is still further off, mostly for a table of positions, is marked in the table.
+  kin, it has more of them, as wide together.) What is still further off, mostly for a table of positions, is marked.
 - The same examples are tested, and the final weights count.
 
-What is not equal: the presets' learning rates and step budgets were found with PRISM, and PRISM has the optimiser groups
-of its paper: alpha with a rate of its own, and in the quick preset no weight decay on its gates.
+What is not equal: the presets' learning rates and step budgets were found with PRISM, and PRISM has its paper's
+optimiser groups: alpha with a rate of its own, and in the quick preset no weight decay on its gates.
 """
 
 import dataclasses
