@@ -116,10 +116,10 @@ def whole_number(arguments: Sequence[str], flag: str) -> int | None:
 def split_names(text: str) -> tuple[str, ...]:
     """`prism,rope` -> ("prism", "rope").
 
-    >>> split_names("prism, rope,")
-    ('prism', 'rope')
+    >>> split_names("prism, my encodings/one.py,")
+    ('prism', 'my encodings/one.py')
     """
-    return tuple(name for name in text.replace(" ", "").split(",") if name)
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def with_own_encodings(arguments: Sequence[str]) -> list[str]:
@@ -129,7 +129,8 @@ def with_own_encodings(arguments: Sequence[str]) -> list[str]:
         flag, equals, value = argument.partition("=")
         if flag not in ("--encoding", "--encodings") or not (equals or place + 1 < len(given)):
             continue
-        names = ",".join(map(_own_encoding, split_names(value if equals else given[place + 1])))
+        named = value if equals else given[place + 1]
+        names = ",".join(map(_own_encoding, split_names(named) if flag == "--encodings" else [named]))
         if equals:
             given[place] = f"{flag}={names}"
         else:

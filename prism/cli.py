@@ -204,7 +204,7 @@ def figures(runs: Runs, out: str = "figures") -> None:
         print(*drawing.files, "", sep="\n")
 
 
-def export(run: Run, out: Text = None) -> None:
+def export(run: Run, out: Text = None, encoding: Text = None) -> None:
     """Keep a finished run's final model: its weights without the optimiser's state, its result, and a card.
 
     Example: prism export runs/reverse --out models/reverse-10
@@ -213,6 +213,7 @@ def export(run: Run, out: Text = None) -> None:
         run: a finished run folder.
         out: a new folder for the model, which evaluate, generate and figures open like a run; default:
             models/TASK-LENGTH.
+        encoding: the file of your own encoding, where the run has one.
     """
     from prism.models import export as keep
 
@@ -321,7 +322,7 @@ def compare(
         max_length: longest training example; default: the task's own.
         lengths: test lengths, separated by commas; default: the task's own sweep.
         at_once: runs at the same time; default: one a core, or four on a GPU.
-        out: folder for the run folders, the table and the figure; default: runs/compare/TASK-LENGTH-PRESET.
+        out: folder for the run folders, the table and the figure; default: runs/compare/TASK-LENGTH-PRESET-STEPS.
         from_: redraw tables and figures from the results in this folder, without training.
         train: train this one run, MODEL-seedN, here, to its end.
         device: cpu or cuda; default: the GPU if there is one.
@@ -341,7 +342,8 @@ def compare(
     longest = chosen.training_length if max_length is None else max_length
     asked = Comparison(
         chosen, longest, preset, split_names(encodings), split_names(architectures), seeds,
-        Path(out or f"runs/compare/{task}-{longest}-{preset}"), steps, parse_lengths(lengths),
+        Path(out or f"runs/compare/{task}-{longest}-{preset}{'' if steps is None else f'-{steps}'}"), steps,
+        parse_lengths(lengths),
     )
     if train is not None:
         use_threads(1, asked.cells()[0].config())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from prism.errors import UserError, unknown
-from prism.settings import LARGEST, Settings, SizeConfig, check_type, setting
+from prism.settings import LARGEST, Settings, SizeConfig, check_type, field_types, setting
 from prism.tasks import Task, find_task
 
 Preset = Literal["quick", "paper", "best"]
@@ -179,9 +179,12 @@ def means(stored: Any, config: RunConfig) -> bool:
 
 def preset(
     name: str, task: Task, encoding: str, max_length: int | None = None, seed: int = 0,
-    architecture: str = "transformer",
+    architecture: str = "transformer", lengths: tuple[int, ...] = (),
 ) -> RunConfig:
-    """The run that a preset means for this task and encoding, or for an architecture that takes no encoding."""
+    """The run that a preset means for this task and encoding, or for an architecture that takes no encoding.
+
+    `lengths` are the test lengths, where they are not to be the task's own sweep.
+    """
     from prism.architectures import find_architecture
     from prism.encodings import find_encoding
 
@@ -194,9 +197,13 @@ def preset(
     )
     built = find_architecture(architecture)
     base = _PRESETS[name](base)
+    base = dataclasses.replace(base, evaluation=dataclasses.replace(base.evaluation, lengths=lengths))
     if not built.takes_encoding:
         return dataclasses.replace(base, architecture=architecture, model=built.preset(name, base))
-    return chosen.preset(name, base)
+    made = chosen.preset(name, base)
+    if not isinstance(made, RunConfig):
+        raise UserError(f"the preset of {encoding} must return a run's configuration, got {made!r}")
+    return made
 
 
 def _paper(base: RunConfig) -> RunConfig:
@@ -243,7 +250,7 @@ def _build(cls: type[Any], data: Any, at: str, given: Mapping[str, Any] | None =
         if key not in fields:
             raise unknown("setting", f"{at}.{key}".lstrip("."), [f"{at}.{name}".lstrip(".") for name in fields])
         if key not in values:
-            values[key] = _value(value, fields[key].type, f"{at}.{key}".lstrip("."))
+            values[key] = _value(value, field_types(cls)[key], f"{at}.{key}".lstrip("."))
     return cls(**values)
 
 

@@ -4,6 +4,8 @@ it is trained, so that a table never compares a method that looks ahead with met
 Dimensions: batch; time = tokens; width = of the residual stream; heads.
 """
 
+import dataclasses
+import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from prism.config import ModelConfig
-from prism.encodings.encoding import Encoding, Stream
+from prism.encodings.encoding import Encoding, HintKind, Stream
 from prism.errors import TooLong, UserError
 from prism.ops.attention import visible
 from prism.settings import Settings
@@ -30,6 +32,11 @@ def check_encoding(kind: type[Encoding], where: str, config: Settings | None = N
     for text in ("name", "summary", "citation"):
         if not isinstance(getattr(kind, text, None), str):
             raise UserError(f"{where}: {kind.__name__} must say its {text}: a text, got {getattr(kind, text, None)!r}")
+    if kind.hint not in (None, *typing.get_args(HintKind)):
+        kinds = ", ".join(typing.get_args(HintKind))
+        raise UserError(f"{where}: hint must be one of {kinds}, or None; got {kind.hint!r}")
+    if not (issubclass(kind.Config, Settings) and dataclasses.is_dataclass(kind.Config)):
+        raise UserError(f"{where}: Config must be a frozen dataclass that inherits from Settings, got {kind.Config!r}")
     if not isinstance(getattr(kind, "extrapolates", None), bool):
         raise UserError(f"{where}: {kind.name} must say whether it extrapolates by construction: True or False, "
                         f"got {getattr(kind, 'extrapolates', None)!r}")
@@ -52,6 +59,8 @@ Make = Callable[[], Transformer]
 
 def _model(kind: type[Encoding], config: Settings | None) -> Transformer:
     encoding = kind(SIZE.width, SIZE.layers, SIZE.heads, SIZE.head_width, config)
+    if encoding.hint is not None:  # as a task would that tells plain places
+        encoding.hints = lambda tokens: torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     model = Transformer(SIZE, encoding).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -128,6 +137,18 @@ def _no_look_ahead(make: Make) -> str | None:
         if not moved <= ROUNDING:
             return f"changing token {place + 1} moved the logits of earlier tokens by {moved:.3g} of their size"
     return None
+
+
+@torch.no_grad()
+def _no_foresight(make: Make) -> str | None:
+    """An answer's length is part of the answer: only an encoding that says so may make use of it."""
+    model, tokens = make(), _tokens()
+    if model.encoding.foresees:
+        return None
+    moved = _difference(model(tokens[:, :TIME - 1]), model(tokens)[:, : TIME - 1])
+    return None if moved <= ROUNDING else (
+        f"the logits of the first {TIME - 1} of {TIME} tokens are off by {moved:.3g} of their size if those "
+        "are read alone: it makes use of stream.capacity, which has to be said: foresees = True")
 
 
 @torch.no_grad()
@@ -212,6 +233,7 @@ def _difference(one: Tensor, other: Tensor) -> float:
 RULES: dict[str, Callable[[Make], str | None]] = {
     "hooks keep their shapes": _hooks_keep_their_shapes,
     "causality: a later token never changes an earlier logit": _no_look_ahead,
+    "no foresight: how long a sequence will be changes nothing": _no_foresight,
     "chunks with a cache give what the whole gives": _chunks_are_the_whole,
     "sequences of a batch do not touch": _sequences_do_not_touch,
     "longer sequences are read, or refused by longest()": _longer_sequences,

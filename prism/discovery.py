@@ -1,5 +1,6 @@
 """Finding tasks, encodings and architectures: every module of a folder is imported, nothing is registered by hand."""
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -46,14 +47,15 @@ def load_file(path: Path, kind: str, base: type[T]) -> type[T]:
     """The one class of this kind that a user's file defines. Importing runs the file: it is the user who names it."""
     if not path.is_file():
         raise UserError(f"there is no file {path} to take the {kind} from")
-    spec = importlib.util.spec_from_file_location(f"prism_own_{path.stem}", path)
+    alias = hashlib.blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()
+    spec = importlib.util.spec_from_file_location(f"prism_own_{path.stem}_{alias}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module  # dataclasses look their module up there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         line = next((f"line {frame.lineno}" for frame in reversed(traceback.extract_tb(error.__traceback__))
                      if Path(frame.filename).resolve() == path.resolve()), f"line {getattr(error, 'lineno', '?')}")
         raise UserError(f"{path} does not import: {type(error).__name__} at {line}: {error}") from error

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from prism.config import model_label
+from prism.config import RunConfig, model_label
 from prism.disk import explained, from_json
 from prism.errors import UserError
 from prism.report import comparison_table
@@ -179,7 +179,8 @@ def models_of(results: Sequence[Result]) -> dict[str, list[Result]]:
     """Name -> the runs of one model, which differ in nothing but their seed; the same run given twice counts once."""
     found: dict[str, dict[int, Result]] = defaultdict(dict)
     for result in results:
-        rest = {key: value for key, value in result["config"].items() if key not in ("seed", "evaluation")}
+        config = _as_of_today(result["config"])
+        rest = {key: value for key, value in config.items() if key not in ("seed", "evaluation")}
         found[config_hash(rest)].setdefault(result["config"]["seed"], result)
     names: dict[str, list[Result]] = {}
     for runs in map(list, map(dict.values, found.values())):
@@ -187,6 +188,14 @@ def models_of(results: Sequence[Result]) -> dict[str, list[Result]]:
         tries = [label, f"{label}, {preset}", *(f"{label}, {preset}, {count}" for count in range(2, 99))]
         names[next(name for name in tries if name not in names)] = runs
     return names
+
+
+def _as_of_today(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With what is younger than it at its default; as it is where its encoding is in a file not named here."""
+    try:
+        return RunConfig.from_json(config).to_json()
+    except UserError:
+        return config
 
 
 def _draw_curve(

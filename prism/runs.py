@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 CONFIG, ENVIRONMENT, RESULT, CHECKPOINTS, LOCK = (
     "config.json", "environment.json", "result.json", "checkpoints", ".lock")  # fmt: skip
+SOURCE = "encoding.py"  # a user's own
 
 
 class RunFolder:
@@ -94,13 +95,28 @@ class RunFolder:
 
     @staticmethod
     def writer(path: str | Path) -> int | None:
-        """The process that is writing this run, if one is: for a display, since it may have ended since."""
+        """The process that is writing this run, if one is. The lock decides: a number left by a process that was killed
+        may be anybody's by now."""
         try:
-            process = int((Path(path) / LOCK).read_text() or 0)
-            os.kill(process, 0)
+            with (Path(path) / LOCK).open("rb+") as file:
+                if _try_lock(file.fileno()):
+                    return None
+                return int(file.read() or 0) or None
         except (OSError, ValueError):
             return None
-        return process or None
+
+    @classmethod
+    def set_aside(cls, path: str | Path) -> Path:
+        """Gives a run another name, so that a new one can have its place; refused while somebody writes it."""
+        path = Path(path)
+        lock = _Lock(path)
+        try:
+            aside = path.with_name(f"{path.name}-before-{time.strftime('%Y%m%d-%H%M%S')}")
+            with explained("rename", path):
+                os.replace(path, aside)
+            return aside
+        finally:
+            lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -159,14 +175,16 @@ class RunFolder:
     def keep_source(self, name: str, content: bytes) -> None:
         """Keeps a user's own code with the run that was made by it, for the record: nothing is ever run from there."""
         self._writable()
+        if not self.has_source(name, content):
+            raise UserError(f"{self.path / name} is not what your file says today: it has changed since this run "
+                            "began. Put it back as it was to go on, or choose another --out")
+        replace_file(self.path / name, content)
+
+    def has_source(self, name: str, content: bytes) -> bool:
+        """Whether the code kept under this name is this, or there is none yet."""
         path = self.path / name
         with explained("read", path):
-            before = path.read_bytes() if path.exists() else None
-        if before is None:
-            replace_file(path, content)
-        elif before != content:
-            raise UserError(f"{path} is not what your file says today: it has changed since this run began. Put it "
-                            "back as it was to go on, or choose another --out")
+            return not path.exists() or path.read_bytes() == content
 
     # --- Checkpoints ---
 
@@ -207,20 +225,14 @@ class _Lock:
     """The operating system's lock on a run folder; whoever finds it taken learns by whom."""
 
     def __init__(self, folder: Path):
-        try:
-            import fcntl
-        except ImportError as error:
-            raise RunError("writing a run needs flock, which this system lacks: use Linux, macOS or WSL") from error
         with explained("lock", folder / LOCK):
             self._descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
             try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not any(_try_lock(self._descriptor, wait) for wait in (0, 0.02, 0.05)):  # or somebody just looks
+                    holder = self._holder()
+                    raise UserError(f"{folder} is in use by {holder}: wait for its end, or choose another --out")
                 os.ftruncate(self._descriptor, 0)
                 os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
-            except BlockingIOError:
-                holder = self._holder()
-                os.close(self._descriptor)
-                raise UserError(f"{folder} is in use by {holder}: wait for its end, or choose another --out") from None
             except BaseException:
                 os.close(self._descriptor)
                 raise
@@ -235,6 +247,20 @@ class _Lock:
                 return f"process {text.decode(errors='replace')}"
             time.sleep(0.01)
         return "another process"
+
+
+def _try_lock(descriptor: int, wait: float = 0.0) -> bool:
+    """Takes the operating system's lock on an open file, after a moment, unless somebody has it."""
+    try:
+        import fcntl
+    except ImportError as error:
+        raise RunError("writing a run needs flock, which this system lacks: use Linux, macOS or WSL") from error
+    time.sleep(wait)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def config_hash(config: Mapping[str, Any]) -> str:

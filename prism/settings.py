@@ -23,9 +23,10 @@ class Settings:
     """Base of the configuration dataclasses: types and ranges are checked wherever a value is made."""
 
     def __post_init__(self) -> None:
+        types = field_types(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
-            check_type(field.name, value, field.type)
+            check_type(field.name, value, types[field.name])
             for element in _numbers(value):
                 _check_range(field.name, element, field.metadata)
 
@@ -37,6 +38,12 @@ class SizeConfig(Settings):
     width: int = setting(192, low=2, high=65_536)  # of the token embedding
     layers: int = setting(5, low=1, high=1_024)
     vocabulary: int = setting(64, low=2, high=1_048_576)
+
+
+def field_types(kind: Any) -> dict[str, Any]:
+    """Name -> type of a dataclass's fields; also where `from __future__ import annotations` has made them texts."""
+    types = {field.name: field.type for field in dataclasses.fields(kind)}
+    return typing.get_type_hints(kind) if any(isinstance(one, str) for one in types.values()) else types
 
 
 def check_type(name: str, value: Any, annotation: Any) -> None:

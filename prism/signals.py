@@ -9,7 +9,8 @@ from typing import Any
 
 @contextmanager
 def collected(notice: str) -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM instead of dying of them, and says so; a second one is final."""
+    """Collects SIGINT, SIGTERM and SIGHUP (a closed terminal) instead of dying of them, and says so; a second one is
+    final."""
     received: list[int] = []
 
     def note(number: int, frame: Any) -> None:
@@ -19,7 +20,7 @@ def collected(notice: str) -> Iterator[list[int]]:
 
     before: dict[signal.Signals, Any] = {}
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             before[number] = signal.signal(number, note)
     except ValueError:  # not the main thread: the signals are somebody else's to handle
         yield received

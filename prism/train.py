@@ -18,7 +18,7 @@ from prism.evaluate import Score, score_subsets, sweep
 from prism.optimizer import load_optimizer, optimizer_tensors
 from prism.progress import Progress, silent
 from prism.results import summarise
-from prism.runs import RunFolder
+from prism.runs import SOURCE, RunFolder
 from prism.signals import collected
 from prism.step import StepResult, make_step
 from prism.step import completion_loss as completion_loss  # PAPER.md knows it by this address
@@ -53,7 +53,7 @@ def train(
         _refuse_too_long(config)
     with RunFolder.create(out, _as_stored(config, out, resume), resume=resume) as folder:
         if own := own_file(config.encoding):
-            folder.keep_source("encoding.py", own.read_bytes())
+            folder.keep_source(SOURCE, own.read_bytes())
         finished = folder.result()
         if finished is not None:
             return finished

@@ -15,6 +15,7 @@ from prism.config import preset
 from prism.encodings import add_encoding, all_encodings, find_encoding
 from prism.encodings.encoding import Encoding
 from prism.errors import UserError
+from prism.figures import models_of
 from prism.reproduce.cells import Cell
 from prism.reproduce.runner import train_cell
 from prism.tasks import find_task
@@ -137,6 +138,10 @@ def test_a_run_never_executes_the_code_it_holds(own, capsys):
     ("x = 1\ny = (", r"mine\.py does not import: SyntaxError at line 2"),
     ("x = 1", r"mine\.py must define one encoding, a subclass of Encoding with a `name`; found none"),
     (example() + example().replace("class Recent(", "class Second("), "found Recent, Second"),
+    ("import sys\nsys.exit(0)", r"mine\.py does not import: SystemExit at line 2"),
+    (example().replace('"recent"', '"../evil"'), r"mine\.py: a name is made of small letters, digits and _"),
+    (example().replace('"recent"', '"all"'), r"and is not 'all'; got 'all'"),
+    (example().replace('"recent"', '"lstm"'), r"is called 'lstm', which is the name of one of prism's own"),
     (example().replace('"recent"', '"rope"'), r"mine\.py: Recent is called 'rope', which is the name of one of prism"),
     (example().replace("(self, layer: int, stream: Stream) -> Tensor", "(self, layer, stream)").replace(
         "return (-slope", "return (slope[:, None, None] + stream.tokens[0].roll(-1)) + (-slope"),
@@ -149,6 +154,27 @@ def test_a_file_that_will_not_do_is_named_with_the_rule_and_what_was_seen(code, 
     with pytest.raises(UserError, match=sentence):
         add_encoding("mine.py")
     assert "recent" not in prism.encodings._own
+
+
+def test_paths_may_have_spaces_and_annotations_may_be_texts(own, capsys):
+    (own / "my files, old").mkdir()
+    code = "from __future__ import annotations\n" + example().split('"""', 2)[2]
+    (own / "my files, old/recent.py").write_text(code)
+    assert prism_says(capsys, "train", "copy", "--encoding", "my files, old/recent.py", "--positions.horizon", "3",
+                      "--out", "run", *SMALL)[0] == 0
+    assert prism_says(capsys, "export", "run", "--out", "kept", "--encoding", "my files, old/recent.py")[0] == 0
+    code, _, err = prism_says(capsys, "train", "copy", "--encoding", "my files, old/recent.py",
+                              "--positions.horizon=-3")
+    assert code == 2
+    assert "horizon must be greater than 0" in " ".join(err.replace("│", " ").split())
+
+
+def test_a_preset_that_returns_no_run_is_said(own):
+    code = example() + "\n    @classmethod\n    def preset(cls, name, base):\n        return None\n"
+    (own / "mine.py").write_text(code)
+    add_encoding("mine.py")
+    with pytest.raises(UserError, match="the preset of recent must return a run's configuration, got None"):
+        preset("quick", find_task("copy")(), "recent")
 
 
 def test_two_files_of_one_name_are_told_apart(own):
@@ -169,11 +195,33 @@ def test_compare_trains_a_grid_with_an_own_encoding_to_its_table_and_figure(own,
         assert re.search(rf"^{name} +- +120,7\d\d +[\d.]+ +[\d,]+ MiB +1 +0 +0$", out, re.M), out
         assert (own / f"arena/{name}-seed0/result.json").is_file()
     assert {path.name for path in (own / "arena").glob("compare-*")} == {
-        f"compare-copy-10-quick.{kind}" for kind in ("png", "pdf", "md")}
+        f"compare-copy-10-quick-8.{kind}" for kind in ("png", "pdf", "md")}
     code, again, _ = prism_says(capsys, *command)  # nothing is trained twice
     assert "started" not in again
     assert prism_says(capsys, "compare", "--from", "arena", "--out", "drawn")[0] == 0
-    assert (own / "drawn/compare-copy-10-quick.md").read_text() == (own / "arena/compare-copy-10-quick.md").read_text()
+    page = "compare-copy-10-quick-8.md"
+    assert (own / "drawn" / page).read_text() == (own / "arena" / page).read_text()
+    (own / "recent.py").write_text(example().replace("-2.0", "-1.0"))  # another method under the same name
+    assert "started   compare/copy-10/recent-seed0" in prism_says(capsys, *command)[1]
+    (aside,) = (own / "arena").glob("recent-seed0-before-*")
+    assert (aside / "encoding.py").read_text() == example()
+
+
+def test_compare_hands_every_setting_to_its_workers_and_says_what_failed(own, capsys):
+    """Also: each seed is its own, and one model that fails keeps no other from its row."""
+    refusal = "        if stream.time > 40:\n            raise KeyError('too much')\n"
+    (own / "failing.py").write_text(
+        example().replace('"recent"', '"failing"').replace("        distance =", f"{refusal}        distance ="))
+    code, out, err = prism_says(
+        capsys, "compare", "copy", "--encodings", "failing.py,nope", "--seeds", "2", "--steps", "3", "--lengths", "30",
+        "--preset", "quick", "--max-length", "3", "--at-once", "2", "--out", "arena")
+    assert code == 1
+    assert "not every model could be trained" in err
+    assert re.search(r"FAILED +compare/copy-3/failing-seed\d \(exit 1\): KeyError: 'too much'", out)
+    assert re.search(r"^nope .* 2 +0$", out, re.M)
+    stored = [json.loads((own / f"arena/nope-seed{seed}/config.json").read_text()) for seed in (0, 1)]
+    assert [(one["seed"], one["max_length"], one["preset"], one["steps"]) for one in stored] == [
+        (0, 3, "quick", 3), (1, 3, "quick", 3)]
 
 
 @pytest.mark.parametrize(("line", "sentence"), [
@@ -243,6 +291,30 @@ def test_methods_apart_have_a_table_of_their_own_that_says_what_they_are_told(ow
         "looped-seed0.json", "looped-seed1.json"]
     assert "looped is defined for copy and reverse; got stack" in refused(capsys, "separate", "stack")
     assert "did you mean 'looped'" in refused(capsys, "separate", "copy", "--methods", "loped")
+
+
+def test_a_length_that_is_refused_counts_as_wrong_in_the_ranking():
+    far, near = {10: 1.0, 15: 0.9, 40: 0.5, 100: 0.2}, {10: 1.0, 15: 0.99}
+    (one,) = comparisons([a_result("learned", 0, near), a_result("rope", 0, far)])
+    assert [contender.name for contender in one.contenders] == ["rope", "learned"]
+
+
+def test_terms_of_ones_own_and_foresight_are_marked():
+    own = a_result("rope", 0, {10: 1.0, 20: 0.5}, batch_size=7)
+    others = [a_result(name, 0, {10: 1.0, 20: 0.1}) for name in ("nope", "alibi", "rope_ntk")]
+    (one,) = comparisons([own, *others])
+    text = as_text(one)
+    assert re.search(r"^rope ~ ", text, re.M)
+    assert "rope was trained on terms of its own: batch_size" in text
+    assert re.search(r"^rope_ntk +length ", text, re.M)
+    assert "nope ~" not in text
+
+
+def test_a_result_from_before_an_option_existed_is_the_same_model(tmp_path):
+    kept = sorted((Path(__file__).parents[1] / "results/laptop/copy-10").glob("sinusoidal-seed[01].json"))
+    results = [json.loads(path.read_text()) for path in kept]
+    results[1]["config"]["architecture"] = "transformer"
+    assert [len(runs) for runs in models_of(results).values()] == [2]
 
 
 @pytest.mark.parametrize("models", [2, 12])

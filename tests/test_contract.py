@@ -67,6 +67,12 @@ class LooksAhead(Named):
         return x + x.flip(1)
 
 
+class Foresees(Named):
+    def embed(self, x, stream):
+        left = stream.capacity - stream.positions(x.device)
+        return x + left[:, None] * torch.linspace(-1, 1, self.width)
+
+
 class CountsFromTheChunk(Named):
     def embed(self, x, stream):
         place = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)[:, None]
@@ -136,6 +142,7 @@ BROKEN = [
     (WeightsOnTheFuture, "hooks keep their shapes", r"weigh gave a weight of 0\.\d+ to a key that is not visible"),
     (Raises, "hooks keep their shapes", "KeyError: 'nothing there'"),
     (LooksAhead, "causality", r"changing token \d moved the logits of earlier tokens by \d"),
+    (Foresees, "no foresight", r"the first 8 of 9 tokens are off by 0\.\d+ .* foresees = True"),
     (CountsFromTheChunk, "chunks with a cache", r"in chunks of \[1, 1.*off by \d\.\d+"),
     (Mixes, "sequences of a batch", r"differs by 0\.\d+ from itself in a batch"),
     (Bounded, "longer sequences", r"longest\(\) says 20 tokens, and 21 were read all the same"),
@@ -160,6 +167,31 @@ def test_a_broken_rule_is_named_with_the_file_and_what_was_seen(kind, rule, obse
 
 def test_each_rule_is_broken_by_somebody():
     assert {rule for rule in RULES for _, broken, _ in BROKEN if rule.startswith(broken)} == set(RULES)
+
+
+def test_who_says_that_it_foresees_may():
+    check_encoding(type("Honest", (Foresees,), {"foresees": True, "embed": Foresees.embed}), "file.py")
+    with pytest.raises(UserError, match="chunks with a cache"):  # which is no leave to break the other rules
+        check_encoding(type("Hasty", (CountsFromTheChunk,), {"foresees": True}), "file.py")
+
+
+@pytest.mark.parametrize(("said", "sentence"), [
+    ({"hint": "digit"}, "hint must be one of digits, coupling, segments, or None; got 'digit'"),
+    ({"Config": dict}, "Config must be a frozen dataclass that inherits from Settings"),
+])
+def test_what_an_encoding_declares_is_checked(said, sentence):
+    with pytest.raises(UserError, match=sentence):
+        check_encoding(type("Mine", (Named,), said), "file.py")
+
+
+def test_a_hinted_encoding_is_checked_with_hints():
+    class Hinted(Named):
+        hint = "digits"
+
+        def embed(self, x, stream):
+            return x + self.hints(stream.tokens)[:, stream.seen :, None] * torch.linspace(-1, 1, self.width)
+
+    check_encoding(Hinted, "file.py")
 
 
 @pytest.mark.parametrize(("missing", "sentence"), [

@@ -1,6 +1,7 @@
 """The matrix, what stands of it, the runner that fills it, and the page made of it."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -166,6 +168,24 @@ def test_costs_come_from_what_was_measured(places):
     assert "1 more of unknown cost" in table
 
 
+def test_a_number_left_in_a_lock_is_nobody(places):
+    """A worker that was killed leaves its process number, which is somebody else's by now."""
+    with RunFolder.create(places.run(tiny()), tiny().config().to_json()):
+        assert standing(tiny(), places).kind == "running"
+    (places.run(tiny()) / ".lock").write_text(f"{os.getppid()}\n")
+    assert standing(tiny(), places).kind == "stopped"
+
+
+def test_a_run_that_is_being_written_is_not_set_aside(places):
+    other = tiny(steps=13)
+    with (
+        RunFolder.create(places.run(other), other.config().to_json()),
+        pytest.raises(UserError, match="is in use by process"),
+    ):
+        train_cell(tiny(), places, "cpu")
+    assert RunFolder.open(places.run(other)).config["steps"] == 13
+
+
 # --- The runner ---
 
 
@@ -214,16 +234,30 @@ def test_the_runner_trains_what_is_missing_and_tells_what_failed(places, monkeyp
 
 
 def test_at_the_end_of_the_time_runs_are_saved_and_go_on_the_next_time(places, monkeypatch):
-    monkeypatch.setattr("prism.reproduce.runner.SAVING", 0.0)
     cell = tiny(steps=1_000_000, **{"evaluation.every": 1_000_000, "evaluation.checkpoint_every": 1_000_000})
     said: list[str] = []
-    runner = tiny_runner([cell], places, 1, said.append)
-    assert runner.run(8 / 60) is True
+    over = 0.0  # the time is over once the run has got somewhere, however slow the machine
+
+    def run_beyond(step: int) -> bool:
+        nonlocal over
+
+        def watch(runner: Runner) -> None:
+            nonlocal over
+            record = runner.timings(cell)
+            over = 1e6 if record is not None and record["step"] > step else 0.0
+
+        over = 0.0
+        return Runner([cell], places, lambda cell: tiny_command(cell, places), 1, said.append, watch).run(100)
+
+    real = time.monotonic
+    clock = SimpleNamespace(monotonic=lambda: real() + over, sleep=time.sleep, strftime=time.strftime)
+    monkeypatch.setattr("prism.reproduce.runner.time", clock)
+    assert run_beyond(0) is True
     stopped = standing(cell, places)
     assert stopped.kind == "stopped"
     assert stopped.step > 0
     assert any(f"stopped   {cell.name} at step {stopped.step:,}" in line for line in said)
-    assert tiny_runner([cell], places, 1, said.append).run(8 / 60) is True
+    assert run_beyond(stopped.step) is True
     assert standing(cell, places).step > stopped.step
 
 

@@ -28,6 +28,7 @@ class Architecture(nn.Module):
     Config: ClassVar[type[SizeConfig]]  # its options: a frozen dataclass
     takes_encoding: ClassVar[bool] = False
     recorder: Recorder | None = None  # who hears of what is computed: prism/inside/recording.py
+    foresees: ClassVar[bool] = False  # whether it makes use of how long the sequence will be
     token_by_token: ClassVar[bool] = False  # whether its operations are too short to be worth dividing among threads
     hint: ClassVar[str | None] = None  # what it is told of the task's structure beside the tokens, in a word
 

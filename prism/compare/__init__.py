@@ -43,7 +43,9 @@ class Comparison:
 
     def cells(self) -> list[Cell]:
         """Every run, the first seed of every model first."""
-        models = contenders(self.encodings, self.architectures, self.preset, self.task, self.max_length)
+        models = contenders(
+            self.encodings, self.architectures, self.preset, self.task, self.max_length, self.lengths
+        )
         changes: dict[str, Any] = {"evaluation.examples": EXAMPLES}
         if self.steps is not None:
             changes["steps"] = self.steps

@@ -5,13 +5,14 @@ training length.
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prism.compare.terms import MEASURE, MOST_APART
-from prism.disk import explained, replace_file
+from prism.disk import explained, from_json, replace_file, to_json
 from prism.errors import UserError
 from prism.figures import Result, extrapolation, heat_map, lengths_of, models_of, read_result, save_figure
 from prism.report import mean_and_range
@@ -37,14 +38,19 @@ class Contender:
         architecture = find_architecture(config.get("architecture", DEFAULT))
         try:
             kind = find_encoding(config["encoding"]) if architecture.takes_encoding else architecture
-        except UserError:  # in a file of somebody's own
-            return "?"
-        return kind.hint or ""
+        except UserError:  # in a file of somebody's own, which is not named here
+            return ""
+        return ", ".join(filter(None, (kind.hint, "length" if kind.foresees else None)))
 
     @property
     def title(self) -> str:
         """Its name in a figure, which has no column for what it is told."""
         return f"{self.name}, hinted" if self.told else self.name
+
+    def terms(self) -> dict[str, Any]:
+        """What all rows of a table should share: the configuration but for the method, its size and the seed."""
+        own = ("seed", "encoding", "positions", "architecture", "model", "evaluation")
+        return {key: value for key, value in self.runs[0]["config"].items() if key not in own}
 
     @property
     def parameters(self) -> int:
@@ -65,9 +71,8 @@ class Contender:
         tests = [run["final"]["test"] for run in self.runs]
         return [test[str(length)] for test in tests if str(length) in test]
 
-    def reach(self, trained: int) -> tuple[float, float]:
+    def reach(self, trained: int, lengths: Iterable[int]) -> tuple[float, float]:
         """Mean exact match beyond training, and at the training length; what cannot be read counts as wrong."""
-        lengths = sorted({length for run in self.runs for length in lengths_of(run)})
         beyond = [self._mean(length) for length in lengths if length > trained]
         return (statistics.mean(beyond) if beyond else 0.0), self._mean(trained)
 
@@ -93,7 +98,7 @@ class Comparison:
 
     @property
     def stem(self) -> str:
-        return f"compare-{self.task}-{self.max_length}-{self.preset}"
+        return f"compare-{self.task}-{self.max_length}-{self.preset}-{self.steps}"
 
     @property
     def lengths(self) -> list[int]:
@@ -110,6 +115,12 @@ class Comparison:
         head = ["model", "told", "parameters", "steps/s", "memory", "seeds", *map(str, self.lengths)]
         return [head, *(self._row(one, said) for one in self.contenders)]
 
+    def own_terms(self, one: Contender) -> list[str]:
+        """The settings in which a model was trained on other terms than most of the table."""
+        shared = Counter(to_json(other.terms(), "terms") for other in self.contenders).most_common(1)[0][0]
+        usual, terms = from_json(shared), one.terms()
+        return sorted(key for key in usual.keys() | terms.keys() if usual.get(key) != terms.get(key))
+
     def oversized(self, one: Contender) -> bool:
         """Whether its parameters are too far off those it is measured by."""
         return abs(one.parameters - self.measure) > MOST_APART * self.measure
@@ -117,19 +128,22 @@ class Comparison:
     def _row(self, one: Contender, said: Callable[[Sequence[Mapping[str, Any]]], str]) -> list[str]:
         speed, memory = one.steps_per_second, one.memory
         return [
-            one.name, one.told or "-", f"{one.parameters:,}{' !' if self.oversized(one) else ''}",
+            f"{one.name}{' ~' if self.own_terms(one) else ''}", one.told or "-",
+            f"{one.parameters:,}{' !' if self.oversized(one) else ''}",
             "-" if speed is None else f"{speed:.1f}", "-" if memory is None else f"{memory / 2**20:,.0f} MiB",
             str(len(one.runs)), *(said(one.scores(length)) for length in self.lengths),
         ]
 
     def notes(self) -> list[str]:
         """What a reader of the table has to know."""
-        said = ["over seeds: mean and range; with one seed, its score and the 95 % interval of its examples"]
+        said = ["steps/s and memory are those of the runs as they were made, perhaps several at a time"]
         if any(one.told for one in self.contenders):
             said.append("told: what a hinted model is told of the task's structure beside the tokens; the others must "
                         "find it")
         if any(map(self.oversized, self.contenders)):
             said.append(f"!: more than {MOST_APART:.0%} off the {self.measure:,} parameters it is measured by")
+        said += [f"{one.name} was trained on terms of its own: {', '.join(own)}"
+                 for one in self.contenders if (own := self.own_terms(one))]
         if any(not one.scores(length) for one in self.contenders for length in self.lengths):
             said.append("-: it refuses sequences that long")
         return said
@@ -148,7 +162,8 @@ def comparisons(results: Sequence[Result]) -> list[Comparison]:
 def in_order(models: Mapping[str, Sequence[Result]], trained: int) -> list[Contender]:
     """The models, who reaches furthest first."""
     rows = sorted((Contender(name, runs) for name, runs in models.items()), key=lambda one: one.name)
-    return sorted(rows, key=lambda one: one.reach(trained), reverse=True)
+    lengths = {length for runs in models.values() for run in runs for length in lengths_of(run)}
+    return sorted(rows, key=lambda one: one.reach(trained, lengths), reverse=True)
 
 
 def results_under(folder: Path) -> list[Result]:
@@ -188,7 +203,7 @@ def as_text(one: Comparison) -> str:
         cells = [f"{cell:<{width}}" if place < 2 else f"{cell:>{width}}"
                  for place, (cell, width) in enumerate(zip(row, widths, strict=True))]
         lines.append("  ".join(cells).rstrip())
-    return "\n".join([*lines, "", *one.notes()])
+    return "\n".join([*lines, "", "the mean over seeds, and their range where they differ", *one.notes()])
 
 
 def short(scores: Sequence[Mapping[str, Any]]) -> str:
@@ -218,6 +233,8 @@ def table_lines(one: Comparison) -> list[str]:
     head, *rows = one.table(mean_and_range)
     return [
         "| " + " | ".join(head) + " |", "|---" * len(head) + "|",
-        *("| " + " | ".join(row) + " |" for row in rows), "", *(f"- {note}" for note in one.notes()),
+        *("| " + " | ".join(row) + " |" for row in rows), "",
+        "- over seeds: mean and range; with one seed, its score and the 95 % interval of its examples",
+        *(f"- {note}" for note in one.notes()),
     ]
 

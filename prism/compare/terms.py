@@ -22,7 +22,6 @@ from prism.config import NO_ENCODING, ModelConfig, Preset, RunConfig, preset
 from prism.encodings import all_encodings, find_encoding
 from prism.errors import UserError
 from prism.reproduce.cells import Model
-from prism.settings import SizeConfig
 from prism.tasks import Task, find_task
 from prism.trained import build
 
@@ -33,13 +32,16 @@ HOOKS = ("start", "embed", "observe", "attention_input", "transform", "bias", "s
 
 
 def contenders(encodings: tuple[str, ...], architectures: tuple[str, ...], given: Preset, task: Task,
-               max_length: int) -> list[Model]:
-    """The models to compare, in the order asked for; "all" are those that can be run on the task."""
+               max_length: int, lengths: tuple[int, ...] = ()) -> list[Model]:
+    """The models to compare, in the order asked for; "all" are those that can be run on the task.
+
+    `lengths` are the test lengths, where they are not the task's own sweep: a table of positions is sized by them.
+    """
     names = _named(encodings, _different(given, task, max_length))
     others = _named(architectures, [name for name, kind in all_architectures().items() if not kind.takes_encoding])
     if not names + others:
         raise UserError("there is nothing to compare: name some --encodings or --architectures, or say all")
-    models = [_encoded(name, given, task.name, max_length) for name in names]
+    models = [_encoded(name, given, task.name, max_length, lengths) for name in names]
     return models + [_without_encoding(name, given, task.name, max_length) for name in others]
 
 
@@ -85,14 +87,16 @@ def _standard(given: Preset, task: str, max_length: int) -> RunConfig:
 
 
 @lru_cache
-def _encoded(name: str, given: Preset, task: str, max_length: int) -> Model:
+def _encoded(name: str, given: Preset, task: str, max_length: int, lengths: tuple[int, ...]) -> Model:
     own = preset(given, find_task(task)(), name, max_length)
+    sized = preset(given, find_task(task)(), name, max_length, lengths=lengths)
     fair, asked = _transformer(_standard(given, task, max_length)), _transformer(own)
     if name == MEASURE:
         fair = asked
     elif asked.heads * asked.head_width == fair.heads * fair.head_width:  # it needs other heads, as wide together
         fair = dataclasses.replace(fair, heads=asked.heads, head_width=asked.head_width)
-    return Model(name, given, name, _changes(asked, fair))
+    changes = _changes("model", asked, fair) | _changes("positions", own.positions, sized.positions)
+    return Model(name, given, name, changes)
 
 
 @lru_cache
@@ -102,7 +106,8 @@ def _without_encoding(name: str, given: Preset, task: str, max_length: int) -> M
         raise UserError(f"{name} is what every encoding is tried in: name encodings instead")
     bare = preset(given, find_task(task)(), NO_ENCODING, max_length)
     fair = kind.preset(given, _standard(given, task, max_length))
-    return Model(name, given, NO_ENCODING, _changes(kind.preset(given, bare), fair), architecture=name)
+    changes = _changes("model", kind.preset(given, bare), fair)
+    return Model(name, given, NO_ENCODING, changes, architecture=name)
 
 
 def _transformer(config: RunConfig) -> ModelConfig:
@@ -110,8 +115,8 @@ def _transformer(config: RunConfig) -> ModelConfig:
     return config.model
 
 
-def _changes(before: SizeConfig, after: SizeConfig) -> dict[str, Any]:
+def _changes(where: str, before: Any, after: Any) -> dict[str, Any]:
     return {
-        f"model.{field.name}": value for field in dataclasses.fields(after)
+        f"{where}.{field.name}": value for field in dataclasses.fields(after)
         if (value := getattr(after, field.name)) != getattr(before, field.name)
     }

@@ -1,5 +1,6 @@
 """The positional encodings: one file each, found by looking, named by their class; and those in users' own files."""
 
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -35,13 +36,21 @@ def add_encoding(path: str | Path) -> type[Encoding]:
 
     path = Path(path)
     kind = load_file(path, "encoding", Encoding)
-    if kind.name in all_encodings():
-        raise UserError(f"{path}: {kind.__name__} is called '{kind.name}', which is the name of one of prism's own")
+    _refuse_name(kind, path)
     if kind.name in _own and _own[kind.name][0].resolve() != path.resolve():
         raise UserError(f"{path} and {_own[kind.name][0]} both call their encoding '{kind.name}'")
     check_encoding(kind, str(path))
     _own[kind.name] = path, kind
     return kind
+
+
+def _refuse_name(kind: type[Encoding], path: Path) -> None:
+    from prism.architectures import all_architectures
+
+    if not re.fullmatch("[a-z][a-z0-9_]*", kind.name) or kind.name == "all":
+        raise UserError(f"{path}: a name is made of small letters, digits and _, and is not 'all'; got {kind.name!r}")
+    if kind.name in all_encodings() or kind.name in all_architectures():
+        raise UserError(f"{path}: {kind.__name__} is called '{kind.name}', which is the name of one of prism's own")
 
 
 def own_file(name: str) -> Path | None:

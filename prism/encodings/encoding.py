@@ -85,6 +85,7 @@ class Encoding(nn.Module):
     citation: ClassVar[str]
     # False where a longer sequence meets positions or distances that training has never shown.
     extrapolates: ClassVar[bool]
+    foresees: ClassVar[bool] = False  # whether it makes use of how long the sequence will be (`Stream.capacity`)
     hint: ClassVar[HintKind | None] = None  # what it asks a task to tell; `self.hints` then holds the answer
     Config: ClassVar[type[Settings]] = NoOptions  # its options: a frozen dataclass
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 class RandomizedAlibi(RandomPositions):
     """Takes from each score a head's slope times the drawn distance."""
 
+    foresees = True  # its draw is one for the room of a sequence
     name = "randomized_alibi"
     summary = "scores fall linearly with distance, at a slope a head; distances drawn from a long range"
     citation = ("Ruoss et al., Randomized Positional Encodings Boost Length Generalization of Transformers, 2023; "

@@ -15,6 +15,7 @@ from prism.random_positions import RandomPositions, RandomPositionsConfig
 class RandomizedLearned(RandomPositions):
     """Adds a learned vector for a token's drawn place to its embedding."""
 
+    foresees = True  # its draw is one for the room of a sequence
     name = "randomized_learned"
     summary = "learned absolute positions, drawn in order from a long range"
     citation = "Ruoss et al., Randomized Positional Encodings Boost Length Generalization of Transformers, 2023"

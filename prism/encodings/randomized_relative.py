@@ -86,6 +86,7 @@ class Relative(Encoding):
 class RandomizedRelative(RandomPositions, Relative):
     """The same, with drawn distances."""
 
+    foresees = True  # its draw is one for the room of a sequence
     name = "randomized_relative"
     summary = "Transformer-XL's relative positions, with distances drawn from a long range"
     citation = "Ruoss et al., Randomized Positional Encodings Boost Length Generalization of Transformers, 2023"

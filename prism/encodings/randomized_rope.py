@@ -24,6 +24,7 @@ class RandomizedRopeConfig(RandomPositionsConfig):
 class RandomizedRope(RandomPositions):
     """Turns queries and keys by angles proportional to their drawn places."""
 
+    foresees = True  # its draw is one for the room of a sequence
     name = "randomized_rope"
     summary = "rotary, with positions drawn in order from a long range"
     citation = "Ruoss et al., Randomized Positional Encodings Boost Length Generalization of Transformers, 2023"

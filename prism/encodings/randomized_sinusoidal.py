@@ -14,6 +14,7 @@ from prism.random_positions import RandomPositions
 class RandomizedSinusoidal(RandomPositions):
     """Adds sin/cos of a token's drawn place to its embedding."""
 
+    foresees = True  # its draw is one for the room of a sequence
     name = "randomized_sinusoidal"
     summary = "sinusoidal absolute positions, drawn in order from a long range"
     citation = "Ruoss et al., Randomized Positional Encodings Boost Length Generalization of Transformers, 2023"

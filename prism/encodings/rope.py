@@ -110,6 +110,7 @@ class Rope(Encoding):
 class RopeInterpolated(Rope):
     """RoPE with position interpolation beyond the training length, without fine-tuning."""
 
+    foresees = True
     name = "rope_interpolated"
     summary = "rotary; beyond the training length positions are squeezed into it"
     citation = "Chen et al., Extending Context Window of Large Language Models via Positional Interpolation, 2023"
@@ -120,6 +121,7 @@ class RopeInterpolated(Rope):
 class RopeNtk(Rope):
     """RoPE whose base grows with the sequence beyond the training length, without fine-tuning."""
 
+    foresees = True
     name = "rope_ntk"
     summary = "rotary; beyond the training length slow pairs turn more slowly (dynamic NTK)"
     citation = ("bloc97, NTK-Aware Scaled RoPE, and emozilla, Dynamically Scaled RoPE, 2023; "

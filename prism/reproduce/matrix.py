@@ -128,7 +128,8 @@ def arena() -> tuple[Row, ...]:
 
 def _contest(part: str, task: str, max_length: int, given: Preset, encodings: tuple[str, ...],
              architectures: tuple[str, ...], changes: Changes) -> Row:
-    models = contenders(encodings, architectures, given, find_task(task)(), max_length)
+    lengths = changes["evaluation.lengths"]
+    models = contenders(encodings, architectures, given, find_task(task)(), max_length, lengths)
     return Row(part, task, max_length, tuple(models), changes)
 
 

@@ -4,7 +4,6 @@ A cell is an ordinary run, trained as `prism train` would. Whatever ends the run
 cell goes on from its last checkpoint the next time; told to stop, it finishes its step and saves.
 """
 
-import os
 import signal
 import subprocess
 import sys
@@ -14,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prism.config import means
 from prism.disk import explained
 from prism.errors import RunError, UserError
 from prism.reproduce.cells import Cell
-from prism.reproduce.status import Places, minutes_left, standing
+from prism.reproduce.status import Places, is_run_of, minutes_left, standing
 from prism.runs import RunFolder
 from prism.signals import collected
 from prism.train import train
@@ -33,9 +31,8 @@ def train_cell(cell: Cell, places: Places, device: str) -> dict[str, Any]:
     """Trains one cell to its end, from where it was left, and keeps its result."""
     folder = places.run(cell)
     config = cell.config()
-    if RunFolder.exists(folder) and not means(RunFolder.open(folder).config, config):
-        aside = folder.with_name(f"{folder.name}-before-{time.strftime('%Y%m%d-%H%M%S')}")
-        os.replace(folder, aside)  # of an older matrix: nothing a user has made is lost
+    if RunFolder.exists(folder) and not is_run_of(cell, folder):
+        print(f"{folder} was made with another configuration: it is now {RunFolder.set_aside(folder)}")
     result = train(config, folder, resume=RunFolder.exists(folder), device=device)
     places.keep(cell, result)
     return result
@@ -82,7 +79,7 @@ class Runner:
 
     def run(self, minutes: float) -> bool:
         """Works until all is done or the time is over; true if nothing failed. A signal ends it like the deadline."""
-        deadline = time.monotonic() + 60 * minutes - SAVING
+        deadline = time.monotonic() + 60 * minutes - min(SAVING, 30 * minutes)
         with collected("stopping") as received:
             heard = time.monotonic()
             while self.waiting or self.workers:
@@ -122,7 +119,8 @@ class Runner:
                 self.say(f"done      {worker.cell.name}  {self._scores(worker.cell)}")
             else:
                 self.failed.append(worker.cell)
-                self.say(f"FAILED    {worker.cell.name} (exit {worker.process.returncode}): {_last_line(worker.log)}")
+                how = _ended(worker.process.returncode)
+                self.say(f"FAILED    {worker.cell.name} ({how}): {_last_line(worker.log)}")
 
     def _stop_all(self, why: str) -> None:
         if not self.workers:
@@ -161,6 +159,10 @@ class Runner:
         result = standing(cell, self.places).result
         test = {} if result is None else result["final"]["test"]
         return "  ".join(f"{name}: {100 * one['exact']:.1f}" for name, one in test.items())
+
+
+def _ended(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
 
 
 def _last_line(log: Path) -> str:

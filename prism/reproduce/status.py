@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from prism.config import means
 from prism.disk import explained, replace_file, to_json
+from prism.encodings import own_file
 from prism.figures import read_result
 from prism.reproduce.cells import Cell
-from prism.runs import RunFolder
+from prism.runs import SOURCE, RunFolder
 
 Kind = Literal["done", "running", "stopped", "missing", "outdated"]
 
@@ -64,13 +65,22 @@ def current_result(cell: Cell, kept: Path) -> Mapping[str, Any] | None:
     return result if result is not None and means(result["config"], cell.config()) else None
 
 
+def is_run_of(cell: Cell, folder: Path) -> bool:
+    """Whether there is a run of this cell in a folder: of its configuration, and of its encoding's file as it is."""
+    if not RunFolder.exists(folder):
+        return False
+    run, config = RunFolder.open(folder), cell.config()
+    own = own_file(config.encoding)
+    return means(run.config, config) and (own is None or run.has_source(SOURCE, own.read_bytes()))
+
+
 def standing(cell: Cell, places: Places) -> Standing:
     """What there is of a cell: its result, else its run, else nothing."""
     kept, folder = places.result(cell), places.run(cell)
     result = current_result(cell, kept)
-    if result is not None:
+    if result is not None and (is_run_of(cell, folder) or not RunFolder.exists(folder)):
         return Standing(cell, "done", result["final"]["step"], result)
-    if RunFolder.exists(folder) and means(RunFolder.open(folder).config, cell.config()):
+    if is_run_of(cell, folder):
         steps = RunFolder.open(folder).checkpoint_steps()
         kind: Kind = "running" if RunFolder.writer(folder) else "stopped"
         return Standing(cell, kind, steps[-1] if steps else 0)
