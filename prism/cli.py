@@ -382,10 +382,35 @@ def separate(
     print("", *table_lines(results), sep="\n")
 
 
+def view(
+    run: Run, port: int = 8765, host: str = "127.0.0.1",
+    open_browser: Annotated[bool, tyro.conf.arg(name="open")] = True,
+    export: Text = None, prompt: Text = None, step: Whole = None, encoding: Text = None, device: Text = None,
+) -> None:
+    """Watch a trained run at work in the browser, or keep one prompt's play as a file that needs nothing.
+
+    Example: prism view models/copy-10
+
+    Args:
+        run: a run folder.
+        port: where the page is served; if it is taken, the next free one. 0: any.
+        host: the address to listen at; anything but this machine's own lets others in, and is warned of.
+        open_browser: open the page in the browser.
+        export: write one self-contained page to this file, and serve nothing.
+        prompt: with --export, what it plays (default: an example of the task); else checked before serving.
+        step: the checkpoint to use; default: the newest.
+        encoding: the file of your own encoding, where the run has one.
+        device: cpu or cuda; default: the GPU if there is one.
+    """
+    from prism.view import view as show
+
+    show(run, port, host, open_browser, export, prompt, device, step, encoding)
+
+
 VERBS: dict[str, Callable[..., None]] = {
     "quickstart": quickstart, "tasks": tasks, "encodings": encodings, "train": train, "evaluate": evaluate,
     "generate": generate, "figures": figures, "bench": bench,
-    "compare": compare, "separate": separate, "reproduce": reproduce, "export": export, "models": models,
+    "compare": compare, "separate": separate, "reproduce": reproduce, "export": export, "models": models, "view": view,
 }
 
 
