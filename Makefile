@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test check bench results reproduce clean
+.PHONY: quickstart test check bench results reproduce page clean
 
 quickstart: $(VENV)/ready  ## train PRISM and the baseline on copying, a minute
 	$(BIN)/prism quickstart
@@ -33,6 +33,9 @@ results: $(VENV)/ready  ## the README's numbers and figure: the quickstart on th
 reproduce: $(VENV)/ready  ## train what is missing of the matrix for an hour, then draw it all
 	$(BIN)/prism reproduce --minutes 60
 	$(BIN)/prism reproduce --figures
+
+page:  ## build the viewer's page from prism/view/web; needs node
+	cd prism/view/web && npm ci && npm run build
 
 # On a machine with an NVIDIA GPU the newest torch is right; without one, the tested small CPU set.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
