@@ -186,7 +186,10 @@ def generate(
     print(verdict, file=sys.stderr)
 
 
-def figures(runs: Runs, out: str = "figures") -> None:
+def figures(
+    runs: Runs, out: str = "figures", inside: bool = False, prompt: Text = None, length: Whole = None,
+    beyond: Whole = None, beside: Text = None, encoding: Text = None, device: Text = None,
+) -> None:
     """Draw extrapolation curves from run folders: one figure and table per task and training length, seeds as a band.
 
     Example: prism figures runs/* --out figures
@@ -194,11 +197,21 @@ def figures(runs: Runs, out: str = "figures") -> None:
     Args:
         runs: finished run folders, or their result.json.
         out: folder for the figures (PNG and PDF).
+        inside: draw what goes on inside one run instead: gates, cursors, attention, sharpness.
+        prompt: with --inside, the text it reads, up to and including '='; default: a test example.
+        length: of that example; default: the training length.
+        beyond: length of the example past training; default: up to five times that.
+        beside: another run of the same task, whose attention is drawn below.
+        encoding: the file of your own encoding, where the run has one.
+        device: cpu or cuda; default: the GPU if there is one.
     """
     from prism.figures import draw_runs
 
     if not runs:
         raise UserError("prism figures needs at least one run folder")
+    if inside:
+        draw_one_inside(runs, out, prompt, length, beyond, beside, device)
+        return
     for drawing in draw_runs([Path(run) for run in runs], Path(out)):
         print(f"{drawing.title}: exact match in %, final weights (95 % interval of the examples)\n\n{drawing.table}\n")
         print(*drawing.files, "", sep="\n")
@@ -460,6 +473,23 @@ def dispatch(verb: str, arguments: list[str]) -> None:
         train(parse_train(arguments))
     else:
         tyro.cli(VERBS[verb], args=arguments, prog=f"prism {verb}")
+
+
+def draw_one_inside(
+    runs: Sequence[str], out: str, prompt: str | None, length: int | None, beyond: int | None, beside: str | None,
+    device: str | None,
+) -> None:
+    from prism.config import RunConfig
+    from prism.device import pick_device, use_threads
+    from prism.inside.figures import draw_inside
+    from prism.runs import RunFolder
+
+    if len(runs) > 1:
+        raise UserError(f"--inside draws one run, got {len(runs)}; another's attention goes --beside it")
+    use_threads(None, RunConfig.from_json(RunFolder.open(runs[0]).config))
+    other = None if beside is None else Path(beside)
+    for path in draw_inside(Path(runs[0]), Path(out), prompt, length, beyond, other, pick_device(device)):
+        print(path)
 
 
 def check_encoding_is(named: str | None, trained: Any) -> None:

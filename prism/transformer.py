@@ -73,9 +73,10 @@ class Attention(nn.Module):
             scores = encoding.score(query @ key.mT, self.layer, stream)
             seen = visible(time, key.shape[2], x.device)
             weights = encoding.weigh(scores, seen, self.layer, stream)
-            shown = (query, key[:, :, key.shape[2] - time :], scores.masked_fill(~seen, float("-inf")), weights)
-            for name, tensor in zip(names, shown, strict=True):
-                stream.note(name, tensor)
+            if stream.records(*names):
+                shown = (query, key[:, :, key.shape[2] - time :], scores.masked_fill(~seen, float("-inf")), weights)
+                for name, tensor in zip(names, shown, strict=True):
+                    stream.note(name, tensor)
             out = weights.to(value.dtype) @ value
         return self.out(out.transpose(1, 2).flatten(2))
 

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from prism.architectures import all_architectures
+from prism.architectures.lstm import Lstm, LstmConfig
 from prism.config import ModelConfig
 from prism.cursors import CursorState, PrismConfig, PrismLayer
 from prism.encodings import Encoding, all_encodings
+from prism.encodings.encoding import Stream
 from prism.encodings.prism import Prism
 from prism.errors import RunError, UserError
 from prism.inside import Recording, record, recording
@@ -51,7 +53,10 @@ def build(kind: type[Encoding], config: Any = None, start_token: bool = False) -
 
 
 def prism(start_token: bool = False, **options: Any) -> Any:
-    return build(Prism, PrismConfig(**{**SMALL, **options}), start_token)
+    model = build(Prism, PrismConfig(**{**SMALL, **options}), start_token)
+    with torch.no_grad():
+        model.encoding.alpha[:, 0] *= -1  # its sign means nothing
+    return model
 
 
 def tokens(batch: int = BATCH, time: int = TIME, seed: int = 1) -> Tensor:
@@ -248,7 +253,8 @@ def test_a_model_of_any_encoding_is_recorded_whole_and_in_chunks_and_not_changed
         plain = model(tokens())
     whole = record(model, tokens())
     assert torch.equal(whole["logits"], plain)
-    assert_close(whole["layer.1.attention"].sum(-1) * 0 + 1, np.ones((BATCH, HEADS, TIME)))
+    assert (whole["layer.1.attention"] >= 0).all()
+    assert whole["layer.1.attention"].amax() > 0
     assert not whole["layer.1.attention"].triu(1).any()
     with torch.no_grad(), recording(model) as chunks:
         cache = model.new_cache(TIME)
@@ -258,7 +264,7 @@ def test_a_model_of_any_encoding_is_recorded_whole_and_in_chunks_and_not_changed
 
 
 def assert_same(recorded: Recording, expected: Recording) -> None:
-    assert set(recorded) == set(expected)
+    assert list(recorded) == list(expected)
     for name, value in expected.items():
         hidden = value.isinf() | value.isnan()
         assert torch.equal(hidden, recorded[name].isinf() | recorded[name].isnan()), name
@@ -300,9 +306,8 @@ def test_a_recording_is_off_when_it_is_over():
         model(tokens()[:, :3], cache)
     model(tokens()[:, 3:], cache)
     assert seen["logits"].shape[1] == 3
-    with pytest.raises(ZeroDivisionError), recording(model):
-        model(tokens())
-        raise ZeroDivisionError
+    with pytest.raises(IndexError), recording(model):
+        model(tokens() + VOCABULARY)
     assert model.recorder is None
     assert not model._forward_pre_hooks
 
@@ -321,9 +326,10 @@ def test_a_recording_within_a_recording_hears_alone():
 def test_two_batches_are_not_taken_for_one():
     model = prism()
     for other in (lambda: model(tokens()), lambda: model(tokens()[:, :1], model.new_cache(TIME))):
-        with torch.no_grad(), pytest.raises(UserError, match="each in a block of its own"), recording(model):
+        with torch.no_grad(), recording(model):
             model(tokens())
-            other()
+            with pytest.raises(UserError, match="each in a block of its own"):
+                other()
 
 
 # --- What is kept ---
@@ -345,11 +351,9 @@ def test_an_unknown_name_is_said_with_those_there_are():
         record(model, tokens(), "logits")["prism.mu"]
 
 
-@pytest.mark.parametrize("name", [name for name, kind in all_architectures().items() if not kind.takes_encoding])
-def test_an_architecture_that_says_nothing_of_itself_is_refused(name):
-    kind = all_architectures()[name]
-    model = kind(kind.Config(width=8, layers=1, vocabulary=VOCABULARY))
-    with pytest.raises(UserError, match="nothing of the name"):
+def test_an_architecture_that_says_nothing_of_itself_is_refused():
+    model = Lstm(LstmConfig(width=8, vocabulary=VOCABULARY))
+    with pytest.raises(UserError, match=r"nothing of the name '\*' was there to record; what was: nothing"):
         record(model, tokens())
 
 
@@ -405,6 +409,25 @@ def test_nothing_is_noted_while_nobody_records(monkeypatch):
         monkeypatch.setattr(owner, name, noted)
     model(tokens()).sum().backward()
     model.encoding.prism_layers["0"](torch.randn(1, 3, WIDTH).double(), 3, 0, CursorState())
+
+
+class Counted(TorchDispatchMode):
+    """How many operations there were."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, given=(), named=None):
+        self.count += 1
+        return function(*given, **(named or {}))
+
+
+def test_nothing_is_computed_for_a_stream_that_nobody_records():
+    layer, counts = prism(copy_every=3).encoding.prism_layers["0"], []
+    for stream in (None, Stream(TIME)):
+        with Counted() as counted:
+            layer(torch.ones(1, 3, WIDTH).double(), TIME, 0, CursorState(), stream)
+        counts.append(counted.count)
+    assert counts[0] == counts[1] > 0
 
 
 def test_a_model_scored_at_once_is_recorded_by_the_other_way(monkeypatch):

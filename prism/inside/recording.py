@@ -24,8 +24,8 @@ and a start token, where a model has one, is the first on every time axis but th
     prism.D.gamma.query, .key    [cursors]                     sharpening exponents
     prism.alpha, prism.mu        [layers, heads, ...]          how sharply a cursor is read, and the content's share
 
-The cursors of a PRISM layer stand in the order layer, head, cursor: number ((layer - D) heads + head) c + cursor, with c
-cursors a head. The layers of alpha and mu are those from the first PRISM layer on.
+The cursors of a PRISM layer stand in the order layer, head, cursor: with c of them a head, the number of one is
+((layer - D) heads + head) c + cursor. The layers of alpha and mu are those from the first PRISM layer on.
 
 An encoding of your own records what it likes: `stream.note("mine.distance", tensor)` in any hook. Four dimensions mean
 [batch, heads, time, any], three [batch, time, any]; of anything smaller the last note is kept. Nothing is computed or
@@ -66,8 +66,9 @@ class Recording(Mapping[str, Tensor]):
         if not self.wants(name):
             return
         size = value.numel() * value.element_size()
-        if name in self._parts and (value.dim() < 3 or _among(name, PARAMETERS)):
-            self.bytes -= sum(part.numel() * part.element_size() for part in self._parts.pop(name))
+        if value.dim() < 3 or _among(name, PARAMETERS):  # the last one counts
+            self.bytes -= sum(part.numel() * part.element_size() for part in self._parts.get(name, ()))
+            self._parts[name] = []
         if self.bytes + size > self.most:
             needed, allowed = ((number + 2**20 - 1) // 2**20 for number in (self.bytes + size, self.most))
             self._parts.clear()
@@ -92,7 +93,7 @@ class Recording(Mapping[str, Tensor]):
 
 def _joined(name: str, chunks: list[Tensor]) -> Tensor:
     """Chunks of one sequence after one another; attention's rows grow with the tokens seen."""
-    if name.endswith(".copy"):  # and the null slot stays behind them
+    if fnmatchcase(name, "prism.*.copy"):  # and the null slot stays behind them
         tokens, null = zip(*(chunk.split((chunk.shape[-1] - 1, 1), dim=-1) for chunk in chunks), strict=True)
         return torch.cat((_stacked(tokens, 0.0), _stacked(null, 0.0)), dim=-1)
     return _stacked(chunks, float("-inf") if ".scores" in name else 0.0)
@@ -112,7 +113,7 @@ def _among(name: str, patterns: Sequence[str]) -> bool:
 def recording(
     model: Architecture, wanted: Sequence[str] | str = EVERYTHING, most: int = MOST
 ) -> Iterator[Recording]:
-    """Records the sequences that the model reads inside the `with` block: one batch, whole or in chunks with a cache."""
+    """Records the batch of sequences that the model reads inside the `with` block, whole or in chunks with a cache."""
     made, before = Recording(wanted, most), model.recorder
     heard: list[Stream | None] = []  # at most one
 
