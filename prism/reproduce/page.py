@@ -9,6 +9,7 @@ from prism.compare.table import Comparison, in_order, table_lines
 from prism.disk import explained, replace_file
 from prism.figures import extrapolation, heat_map, save_figure
 from prism.report import mean_and_range
+from prism.reproduce import insides
 from prism.reproduce.cells import Cell
 from prism.reproduce.claims import CLAIMS
 from prism.reproduce.matrix import matrix
@@ -69,6 +70,9 @@ def draw_all(results: Path) -> list[Path]:
             sections.append(f"## {title}\n\n" + "\n".join(bodies))
     if (results / "separate").is_dir():
         sections.append(_separate(results / "separate"))
+    if (results.parent / "models").is_dir():
+        written += insides.draw(results.parent / "models", results / "figures" / "inside")
+    sections.append(insides.section(Path(results.name, "figures", "inside")))
     lengths = draw_lengths(results / "figures")
     written += lengths
     sections.append(_scan_lengths(lengths[0].relative_to(results.parent)))
