@@ -10,8 +10,8 @@ FIGURES = {
     "gates": "Gates before and after training (the paper's `fig:init-gate-probs`, `fig:trained-gate-probs`).",
     "modes": "The likeliest offset of every cursor, token by token, before and after (`fig:tokencopy-init`, "
              "`fig:tokencopy-trained`, `fig:reverse`, `fig:reverse-queries`).",
-    "counter": "The whole histogram of the most telling cursors, within and beyond the training length (the paper shows "
-               "it on addition, `fig:addition-ood`; no model here adds beyond its training yet).",
+    "counter": "The whole histogram of the most telling cursors, within and beyond the training length (the paper "
+               "shows it on addition, `fig:addition-ood`; no model here adds beyond its training yet).",
     "displacement": "How far apart two tokens' cursors stand.",
     "parameters": "How sharply each cursor is read (alpha), the content's share (mu), sharpening exponents (gamma).",
     "sharpness": "Does the counter stay sharp? Peak, entropy and edge mass over test lengths.",
