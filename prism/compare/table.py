@@ -45,7 +45,7 @@ class Contender:
     @property
     def title(self) -> str:
         """Its name in a figure, which has no column for what it is told."""
-        return f"{self.name}, hinted" if self.told else self.name
+        return f"{self.name}, told {self.told}" if self.told else self.name
 
     def terms(self) -> dict[str, Any]:
         """What all rows of a table should share: the configuration but for the method, its size and the seed."""
