@@ -131,7 +131,7 @@ def evaluate(
     if examples < 1:
         raise UserError(f"--examples must be at least 1, got {examples}")
     trained = open_run(run, step, pick_device(device))
-    check_encoding_is(encoding, trained)
+    trained.refuse_other_encoding(encoding)
     use_threads(None, trained.config)
     say_skipped(trained.skipped)
     task = trained.config.task
@@ -167,7 +167,7 @@ def generate(
     from prism.trained import open_run
 
     trained = open_run(run, step, pick_device(device))
-    check_encoding_is(encoding, trained)
+    trained.refuse_other_encoding(encoding)
     use_threads(None, trained.config)
     say_skipped(trained.skipped)
     trained.words.encode(prompt)  # an unknown symbol is said before anything about the task's form
@@ -490,12 +490,6 @@ def draw_one_inside(
     other = None if beside is None else Path(beside)
     for path in draw_inside(Path(runs[0]), Path(out), prompt, length, beyond, other, pick_device(device)):
         print(path)
-
-
-def check_encoding_is(named: str | None, trained: Any) -> None:
-    """A file is only named to make its encoding known; the run says which it wants."""
-    if named is not None and named != trained.config.encoding:
-        raise UserError(f"--encoding is {named}, and {trained.folder.path} is a run of {trained.config.encoding}")
 
 
 def say_skipped(sentences: Sequence[str]) -> None:

@@ -26,6 +26,11 @@ class Trained:
     step: int
     skipped: tuple[str, ...] = ()  # a sentence for each newer checkpoint that could not be trusted
 
+    def refuse_other_encoding(self, named: str | None) -> None:
+        """A file is named on the command line to make its encoding known; which it is to be, the run says."""
+        if named is not None and named != self.config.encoding:
+            raise UserError(f"--encoding is {named}, and {self.folder.path} is a run of {self.config.encoding}")
+
 
 def build(config: RunConfig) -> Architecture:
     """The untrained model of a configuration; the same seed gives the same weights."""

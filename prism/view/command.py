@@ -19,8 +19,7 @@ def view(
 
     bundle = Bundle.read()
     trained = open_run(run, step, pick_device(device))
-    if encoding is not None and encoding != trained.config.encoding:
-        raise UserError(f"--encoding is {encoding}, and {run} is a run of {trained.config.encoding}")
+    trained.refuse_other_encoding(encoding)
     use_threads(None, trained.config)
     live = LiveModel(trained)
     if export is not None:
