@@ -29,7 +29,7 @@ from prism.arguments import (
     split_names,
     with_own_encodings,
 )
-from prism.config import Preset
+from prism.config import LONGEST, Preset
 from prism.errors import Interrupted, RunError, UserError, is_out_of_memory, unknown
 from prism.tasks import all_tasks
 
@@ -209,6 +209,12 @@ def figures(
 
     if not runs:
         raise UserError("prism figures needs at least one run folder")
+    asked = {"prompt": prompt, "length": length, "beyond": beyond, "beside": beside}
+    for name, value in asked.items():
+        if value is not None and not inside:
+            raise UserError(f"--{name} goes with --inside, which draws one run's inside; got {value!r} without it")
+        if isinstance(value, int) and not 1 <= value <= LONGEST:
+            raise UserError(f"--{name} must be from 1 to {LONGEST:,}, got {value}")
     if inside:
         draw_one_inside(runs, out, prompt, length, beyond, beside, device)
         return

@@ -239,6 +239,17 @@ def test_the_counter_is_all_of_the_histogram_that_is_anything(counters):
     assert labels(figure.axes[2].xaxis) == [START, *"12345=12345"]
 
 
+def test_the_counter_says_which_sequence_is_longer_than_training_whatever_was_asked_for(counters):
+    """Not which panel is meant to be: lengths and prompts are the user's to choose."""
+    swapped = dataclasses.replace(counters, within=counters.beyond, beyond=counters.within)
+    for one in (counters, swapped):
+        trained = 2 * one.config.max_length + 1 + one.config.model.start_token  # a copy, or a reversal, is read twice
+        for reading, axes in zip((one.within, one.beyond), counter(one).axes[:4:2], strict=True):
+            longer = len(reading.labels) > trained
+            said = "longer than any in training" if longer else "no longer than in training"
+            assert axes.get_title(loc="left").endswith(said)
+
+
 def test_displacements_are_differences_of_where_two_cursors_stand(counters):
     """Against a double loop over both histograms."""
     pair, figure, seen = counters.pairs[0], displacements(counters), counters.within.seen

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from prism.config import RunConfig
+from prism.encodings.encoding import tokens_in_training
 from prism.encodings.prism import Prism
 from prism.figures import COLOURS
 from prism.inside.maps import (
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SIDES = (("query", COLOURS[0], QUERY_MAP), ("key", COLOURS[1], KEY_MAP))
+SIDES = (("query", COLOURS[1], QUERY_MAP), ("key", COLOURS[0], KEY_MAP))  # as in the viewer
 ACTIONS = ("increment", "keep", "decrement", "reset")
 MOST_PAIRS, MOST_PATHS = 20, 8  # of cursors in the figures of gates and of modes: the most telling
 FEW_TOKENS = 40  # each has a dot of its own
@@ -61,8 +62,8 @@ def gates(of: Counters) -> "Figure":
     figure = new_figure(11.5, 2.1 + 0.32 * len(rows), f"{of.title}: what moves each cursor, token by token", (
         "Probability that a cursor steps forward, stays, steps back, and that it is first reset to offset 0, at each "
         f"token; {_share(pairs, of)}, query cursors (q) above the line, key cursors (k) below: layer.head.cursor. "
-        "Dashed: the answer begins. Before training all tokens get nearly the same, resets "
-        f"{of.encoding.config.reset_start:.2g}; trained, the gates tell tokens apart.{of.within.legend}"))
+        f"Dashed: the answer begins. Resets begin training near {of.encoding.config.reset_start:.2g}."
+        f"{of.within.legend}"))
     panels = figure.subplots(2, 4, sharex=True, sharey=True)
     for reading, when, line in ((of.before, "before training", panels[0]), (of.within, "trained", panels[1])):
         drawn = torch.stack([pair.of(reading.seen, "gates", side) for pair, side in rows])
@@ -95,9 +96,10 @@ def mode_paths(of: Counters) -> "Figure":
     columns = 4
     lines = -(-len(shown) // columns)
     figure = new_figure(10.2, 1.3 + 1.6 * lines, f"{of.title}: where the cursors stand, token by token", (
-        f"The likeliest offset of query cursors (blue) and of their key cursors (orange), {_share(shown, of)}; grey: "
-        "the same before training. A token attends to those whose key cursor stands where its query cursor "
-        f"does. Dashed: the answer begins. Bold title: the most telling pair, of {TELLING}.{of.within.legend}"))
+        f"The likeliest offset of query cursors (orange) and of their key cursors (blue), {_share(shown, of)}; grey: "
+        "the same before training. Position draws a head from a token to those whose key cursor stands where its "
+        "query cursor does, as strongly as |α| says. Dashed: the answer begins. Bold title: the most telling pair, of "
+        f"{TELLING}.{of.within.legend}"))
     panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flatten()
     places = range(len(of.within.labels))
     dotted = len(places) <= FEW_TOKENS
@@ -127,16 +129,16 @@ def counter(of: Counters) -> "Figure":
     """fig:addition-ood, fig:reverse-queries: whole histograms, at the training length and far beyond it."""
     pair = of.pairs[0]
     figure = new_figure(11.5, 7.6, f"{of.title}: the program counter, {pair}", (
-        f"All of the histogram of the most telling query cursor and of its key cursor: {TELLING}. Above a sequence of "
-        "the training length, below one that is longer than any the model was trained on. Where the query cursor "
-        "stands at a token, look along that offset in the key cursor's map for the token that it meets: that is where "
-        f"the head looks. Dashed: the answer begins.{of.within.legend}"))
+        f"All of the histogram of the most telling query cursor and of its key cursor: {TELLING}. Where the query "
+        "cursor stands at a token, look along that offset in the key cursor's map for the token that it meets: there "
+        f"this pair draws its head. Dashed: the answer begins.{of.within.legend}"))
+    trained = tokens_in_training(of.config)
     panels = figure.subplots(2, 2, sharey="row", sharex="row", gridspec_kw={"height_ratios": (1, 1.35)})
     for reading, line in ((of.within, panels[0]), (of.beyond, panels[1])):
         both = [pair.of(reading.seen, "histograms", side) for side, *_ in SIDES]
         for (side, _, colours), histograms, axes in zip(SIDES, both, line, strict=True):
             image = histogram_map(axes, histograms, extent_of(*both), colours)
-            known = "as trained" if reading is of.within else "beyond training"
+            known = "longer than any in training" if len(reading.labels) > trained else "no longer than in training"
             axes.set_title(f"{side} cursor, {len(reading.labels)} tokens, {known}", fontsize=9, loc="left")
             answer_line(axes, reading.answer)
             token_axis(axes.xaxis, reading.labels, 5.0, reading.answer)
@@ -153,8 +155,8 @@ def displacements(of: Counters) -> "Figure":
     chosen = sorted({first, (first + last) // 2, last})
     figure = new_figure(11.5, 4.6, f"{of.title}: how far apart tokens are, {pair}", (
         "The distribution of the displacement between the query cursor at one token (named above each map) and the "
-        "key cursor at every token up to it (eq:rel-dist-pmf-path, the two taken as independent). Triangle: the "
-        "token that the head attends to most. Displacement 0, the line, is where the head finds what it looks for."
+        "key cursor at every token up to it (eq:rel-dist-pmf-path, the two taken as independent). At "
+        "displacement 0, the line, the two stand together. Triangle, above: the token that the head attends to most."
         f"{of.within.legend}"))
     sizes = {"width_ratios": [token + 1 for token in chosen]}
     panels = figure.subplots(1, len(chosen), sharey=True, squeeze=False, gridspec_kw=sizes)[0]
@@ -165,7 +167,8 @@ def displacements(of: Counters) -> "Figure":
         image = histogram_map(axes, found, extent, "Greens")
         axes.axhline(0, color="0.35", linewidth=0.8)
         attended = int(reading.seen[f"layer.{pair.layer}.attention"][0, pair.head, token, : token + 1].argmax())
-        axes.plot(attended, 0, "v", color=COLOURS[1], markersize=6, markeredgecolor="white", clip_on=False)
+        axes.plot(attended, 1.0, "v", color=COLOURS[1], markersize=6, markeredgecolor="white", clip_on=False,
+                  transform=axes.get_xaxis_transform())
         axes.set_title(f"from token {token}, “{reading.labels[token]}”", fontsize=9, loc="left")
         token_axis(axes.xaxis, reading.labels[: token + 1], 9.5 * (token + 1) / (sum(chosen) + len(chosen)))
     panels[0].set_ylabel("displacement (offsets)", fontsize=9)

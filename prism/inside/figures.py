@@ -52,10 +52,10 @@ def draw_inside(
         if one.config.task != trained.config.task:
             raise UserError(f"{one.folder.path} is of the task {one.config.task.name}, {trained.folder.path} of "
                             f"{trained.config.task.name}: figures beside one another want the same")
-    near = example_of(trained.config, length or within(trained.config))
+    near = example_of(trained.config, within(trained.config) if length is None else length)
     if prompt is not None:
         near = completed(trained.model, trained.config, prompt)
-    far = example_of(trained.config, longer or beyond(trained.config))
+    far = example_of(trained.config, beyond(trained.config) if longer is None else longer)
     written = []
     if is_prism(trained.model):
         written += _draw_cursors(trained, near, far, out)
@@ -63,11 +63,11 @@ def draw_inside(
         say(f"{trained.folder.path} has no cursors ({model_label(trained.config.to_json())}): of its inside, "
             "attention is drawn, and gates, modes, counter, displacement, parameters and sharpness are not")
     for stem, example in (("attention", near), ("attention-beyond", far)):
-        readings = [(_title(one), _attention(one, example)) for one in others]
+        readings = [(_title(one) + _score(one), _attention(one, example)) for one in others]
         if isinstance(readings[0][1], str):
             say(f"{readings[0][0]}: {readings[0][1]}, so there is no {stem}")
         else:
-            title = readings[0][0] if beside is None else f"{trained.config.task.name} ≤ {trained.config.max_length}"
+            title = _title(trained) if beside is None else f"{trained.config.task.name} ≤ {trained.config.max_length}"
             written += save_figure(attention(title, readings), out, stem)
     return written
 
@@ -99,6 +99,13 @@ def _title(trained: Trained) -> str:
     config = trained.config
     label = model_label(config.to_json())
     return f"{config.task.name} ≤ {config.max_length}, {label.replace('prism', 'PRISM')}, seed {config.seed}"
+
+
+def _score(trained: Trained) -> str:
+    """How good it is, where it was tested: attention beside another's is to be read with that in mind."""
+    result, length = trained.folder.result(), str(trained.config.max_length)
+    test = {} if result is None else result["final"]["test"]
+    return f", {100 * test[length]['exact']:.0f} % right at {length}" if length in test else ""
 
 
 def _attention(trained: Trained, example: Example) -> Reading | str:

@@ -15,7 +15,7 @@ LABEL = 6  # points, of a token on an axis
 ROOM = 0.086  # inches it needs there, words being turned
 FAINT = 1e-3  # probability that is not worth room on an axis
 SHADES = 64
-QUERY_MAP, KEY_MAP, MAP = "Blues", "Oranges", "Blues"
+QUERY_MAP, KEY_MAP, MAP = "Oranges", "Blues", "Blues"
 
 
 def new_figure(width: float, height: float, title: str, caption: str, square: bool = False) -> "Figure":

@@ -14,6 +14,7 @@ export class Asking {
   constructor(private readonly stage: Stage) {
     byId("ask").addEventListener("submit", (event) => {
       event.preventDefault();
+      this.prompt.blur(); // what follows is stepping, and its keys are the page's
       void this.ask(this.prompt.value);
     });
     byId("examples").addEventListener("click", (event) => {

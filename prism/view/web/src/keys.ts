@@ -9,6 +9,7 @@ const ACTIONS: Record<string, Action> = {
 
 export function listen(act: (action: Action, event: KeyboardEvent) => void): void {
   document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && document.activeElement instanceof HTMLElement) document.activeElement.blur();
     const action = ACTIONS[event.key];
     if (!action || event.ctrlKey || event.metaKey || event.altKey) return;
     const focus = event.target instanceof Element ? event.target : document.body;

@@ -12,9 +12,12 @@ export function told(trace: Trace, pair: Pair | null, layer: number, head: numbe
   const says = [`${whose} token ${at}, ${quoted(tokens[at])}, has been read.`];
   if (pair) {
     const here = peak(pair.query, at);
-    const met = meetings(pair, at).filter((one) => one.weight > 0.25);
+    const near = meetings(pair, at);
+    const met = near.filter((one) => one.weight > 0.25);
     const stands = here.mass < 0.5 ? "is spread around" : "stands at";
-    const keys = met.length === 0 ? "where no key stands"
+    const partly = near.length ? `where the key of token ${near[0].token} ${quoted(tokens[near[0].token])} stands in part`
+      : "where no key stands";
+    const keys = met.length === 0 ? partly
       : met.length === 1 ? `where the key of token ${met[0].token} ${quoted(tokens[met[0].token])} stands`
       : `where the keys of ${met.length} tokens stand`;
     says.push(`The query cursor ${stands} ${signed(here.offset)}, ${keys}.`);
@@ -26,9 +29,11 @@ export function told(trace: Trace, pair: Pair | null, layer: number, head: numbe
       : `The head spreads its attention; most, ${percent(read.weight)}, is on ${which}.`);
   }
   const [best] = predictions[at] ?? [];
-  if (best) {
+  if (at + 1 >= tokens.length) {
+    says.push("Here the writing ended.");
+  } else if (best) {
     const due = at + 1 >= prompt ? trace.expected(at + 1) : null;
-    const verdict = due === null || at + 1 >= tokens.length ? ""
+    const verdict = due === null ? ""
       : due === best[0] ? ", which is right" : due ? `; right would be ${quoted(due)}` : "; the answer has ended";
     const when = at + 1 < prompt ? "Were the prompt to end here, it would say" : "Next it says";
     says.push(`${when} ${quoted(best[0])} (${percent(best[1])})${verdict}.`);
@@ -74,7 +79,7 @@ export class Predictions {
   step(trace: Trace, at: number): void {
     const { tokens, predictions, prompt } = trace.raw;
     this.heading.textContent = at + 1 < tokens.length ? `Token ${at + 1}, predicted` : "Beyond the end, predicted";
-    const due = trace.expected(at + 1) ?? (at + 1 < prompt ? null : undefined);
+    const due = at + 1 >= tokens.length ? null : trace.expected(at + 1) ?? (at + 1 < prompt ? null : undefined);
     for (let place = 0; place < 5; place++) {
       const one = predictions[at]?.[place];
       const came = one && tokens[at + 1] === one[0];
