@@ -443,19 +443,24 @@ def test_two_compute_and_others_wait_their_turn_or_hear_that_it_is_busy(client, 
     askers = [
         threading.Thread(target=lambda: answers.append(client.post("trace", {"prompt": "1="}).status)) for _ in range(6)
     ]
-    for asker in askers[:4]:
-        asker.start()
-    while inside < 2:
-        time.sleep(0.01)
-    monkeypatch.setattr(prism.view.server, "PATIENCE", 0.05)
-    for asker in askers[4:]:
-        asker.start()
-    for asker in askers[4:]:
-        asker.join(60)
-    assert answers == [503, 503]
-    assert client.post("run", {}).status == 200  # what computes nothing need not wait
-    gate.set()
-    for asker in askers[:4]:
+    try:
+        for asker in askers[:2]:
+            asker.start()
+        while inside < 2:
+            time.sleep(0.01)
+        monkeypatch.setattr(prism.view.server, "PATIENCE", 0.05)  # for the next two, and only for them
+        for asker in askers[2:4]:
+            asker.start()
+        for asker in askers[2:4]:
+            asker.join(60)
+        assert answers == [503, 503]
+        monkeypatch.setattr(prism.view.server, "PATIENCE", 60.0)
+        for asker in askers[4:]:
+            asker.start()
+        assert client.post("run", {}).status == 200  # what computes nothing need not wait
+    finally:
+        gate.set()  # else the server would stay busy for the tests that follow
+    for asker in (*askers[:2], *askers[4:]):
         asker.join(60)
     assert sorted(answers) == [200] * 4 + [503] * 2
     assert most == 2
