@@ -346,7 +346,7 @@ def compare(
         train: train this one run, MODEL-seedN, here, to its end.
         device: cpu or cuda; default: the GPU if there is one.
     """
-    from prism.compare import Comparison, redraw, run, train_one
+    from prism.compare import Grid, redraw, run, train_one
     from prism.device import pick_device, use_threads
     from prism.tasks import find_task
 
@@ -359,7 +359,7 @@ def compare(
         raise UserError(f"--minutes must be a number above 0, got {minutes}")
     chosen = find_task(task)()
     longest = chosen.training_length if max_length is None else max_length
-    asked = Comparison(
+    asked = Grid(
         chosen, longest, preset, split_names(encodings), split_names(architectures), seeds,
         Path(out or f"runs/compare/{task}-{longest}-{preset}{'' if steps is None else f'-{steps}'}"), steps,
         parse_lengths(lengths),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from prism.architectures import Architecture
+from prism.architectures import Architecture, count_parameters
 from prism.config import RunConfig
 from prism.evaluate import Score
 
@@ -46,7 +46,7 @@ def for_terminal() -> Progress:
 
 def headline(config: RunConfig, model: Architecture, step: int) -> str:
     """What is about to be trained, in a line."""
-    size = sum(parameter.numel() for parameter in model.parameters())
+    size = count_parameters(model)
     going_on = f", going on from step {step:,}" if step else ""
     return (
         f"{config.label} on {config.task.name} <= {config.max_length}, preset {config.preset}, seed {config.seed}: "

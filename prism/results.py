@@ -8,7 +8,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prism.architectures import Architecture
+from prism.architectures import Architecture, count_parameters
 from prism.config import RunConfig
 from prism.device import most_memory
 from prism.runs import RunFolder, config_hash
@@ -26,7 +26,7 @@ def summarise(
     return {
         "config": config.to_json(),
         "config_hash": config_hash(config.to_json()),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": count_parameters(model),
         "final": {"step": config.steps, "test": dict(history[-1]["test"])},
         "best": {"step": best_step if best_step is not None else config.steps, "test": dict(best)},
         "top3": {"evaluations": len(history), "test": top_three(history)},

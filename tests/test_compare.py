@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import prism.encodings
-from prism.architectures import all_architectures
-from prism.compare import Comparison, InRunFolders
+from prism.architectures import all_architectures, count_parameters
+from prism.compare import Grid, InRunFolders
 from prism.compare.table import as_markdown, as_text, comparisons, draw, results_under
-from prism.compare.terms import MOST_APART, contenders, parameters
+from prism.compare.terms import MOST_APART, contenders
 from prism.config import preset
 from prism.encodings import add_encoding, all_encodings, find_encoding
 from prism.encodings.encoding import Encoding
@@ -65,11 +65,11 @@ def test_all_encodings_but_prism_share_one_transformer_and_the_budget(given, tas
 
 
 def test_parameters_are_within_a_tenth_but_for_tables_of_positions():
-    measure = parameters(build(config_of("prism")))
+    measure = count_parameters(build(config_of("prism")))
     for name in set(all_encodings()) - TABLES:
-        assert abs(parameters(build(config_of(name))) - measure) <= MOST_APART * measure, name
+        assert abs(count_parameters(build(config_of(name))) - measure) <= MOST_APART * measure, name
     for name in [name for name, kind in all_architectures().items() if not kind.takes_encoding]:
-        assert abs(parameters(build(config_of(name, architectures=True))) - measure) <= MOST_APART * measure, name
+        assert abs(count_parameters(build(config_of(name, architectures=True))) - measure) <= MOST_APART * measure, name
 
 
 def test_all_leaves_out_what_a_task_gives_no_hints_for():
@@ -336,7 +336,7 @@ def test_results_are_found_in_folders_of_any_depth(tmp_path):
 
 
 def test_a_comparisons_runs_are_ordinary_runs(tmp_path):
-    asked = Comparison(find_task("copy")(), 2, "quick", ("nope",), (), 1, tmp_path, 4, (1, 2))
+    asked = Grid(find_task("copy")(), 2, "quick", ("nope",), (), 1, tmp_path, 4, (1, 2))
     (cell,) = asked.cells()
     result = train_cell(cell, asked.places, "cpu")
     assert asked.places.result(cell).is_file()

@@ -3,10 +3,10 @@
 import sys
 from functools import cache
 
-from prism.architectures.architecture import Architecture
+from prism.architectures.architecture import Architecture, count_parameters
 from prism.discovery import choose, discover
 
-__all__ = ["Architecture", "all_architectures", "find_architecture"]
+__all__ = ["Architecture", "all_architectures", "count_parameters", "find_architecture"]
 
 DEFAULT = "transformer"
 

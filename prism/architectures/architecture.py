@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from prism.config import RunConfig
 
 
+def count_parameters(model: nn.Module) -> int:
+    """How many numbers a model learns."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 class Architecture(nn.Module):
     """Token ids -> next-token logits."""
 

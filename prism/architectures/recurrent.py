@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from prism.architectures.architecture import Architecture
+from prism.architectures.architecture import Architecture, count_parameters
 from prism.config import ModelConfig, RunConfig
 from prism.encodings.nope import NoPE
 from prism.settings import SizeConfig
@@ -109,10 +109,6 @@ def small_start(*layers: nn.Linear) -> None:
         nn.init.trunc_normal_(layer.weight, std=deviation, a=-2 * deviation, b=2 * deviation)
         if layer.bias is not None:
             nn.init.zeros_(layer.bias)
-
-
-def count_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _transformer_parameters(model: ModelConfig) -> int:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from prism.architectures import count_parameters
 from prism.bench.timing import PeakMemory, time_in_turn
 from prism.config import RunConfig, preset
 from prism.data import Batch, Prefetcher, batch, draw, vocabulary
@@ -59,7 +60,7 @@ def measure_step(case: StepCase, repeats: int, device: torch.device) -> dict[str
     print(f"  {case.name:46} {1e3 * median:9.3f} ms {spread}{memory}", flush=True)
     return {
         "case": case._asdict(), "tokens": tokens, "batch": config.batch_size, "graph": graph, "median": median,
-        "seconds": seconds, "peak_bytes": memory.bytes, "parameters": sum(p.numel() for p in model.parameters()),
+        "seconds": seconds, "peak_bytes": memory.bytes, "parameters": count_parameters(model),
         "matmul": config.matmul,
     }
 

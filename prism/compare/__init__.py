@@ -16,6 +16,7 @@ from prism.errors import RunError, UserError
 from prism.reproduce.cells import Cell, Row
 from prism.reproduce.runner import Runner, train_cell
 from prism.reproduce.status import Places, standing
+from prism.runs import RESULT
 from prism.tasks import Task
 
 PART = "compare"
@@ -24,7 +25,7 @@ EXAMPLES = 20  # a test length, while training: its end is what counts
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Grid:
     """What is to be compared, and where its run folders are."""
 
     task: Task
@@ -83,7 +84,7 @@ class InRunFolders(Places):
         return self.runs / _short(cell)
 
     def result(self, cell: Cell) -> Path:
-        return self.run(cell) / "result.json"
+        return self.run(cell) / RESULT
 
     def keep(self, cell: Cell, result: Mapping[str, Any]) -> None:
         """The run has written it already."""
@@ -93,7 +94,7 @@ def _short(cell: Cell) -> str:
     return f"{cell.model.label}-seed{cell.seed}"
 
 
-def train_one(asked: Comparison, name: str, device: str) -> None:
+def train_one(asked: Grid, name: str, device: str) -> None:
     """Trains the run called `name`, MODEL-seedN, here, to its end."""
     cells = {_short(cell): cell for cell in asked.cells()}
     if name not in cells:
@@ -101,7 +102,7 @@ def train_one(asked: Comparison, name: str, device: str) -> None:
     train_cell(cells[name], asked.places, device)
 
 
-def run(asked: Comparison, minutes: float | None, at_once: int | None, device: str) -> None:
+def run(asked: Grid, minutes: float | None, at_once: int | None, device: str) -> None:
     """Trains what is missing, as far as time allows; then draws what there is."""
     import matplotlib  # noqa: F401  (if it is missing, that is better known now than after the training)
 
@@ -110,7 +111,7 @@ def run(asked: Comparison, minutes: float | None, at_once: int | None, device: s
         print(f"left out, since {asked.task.name} has no hints for them: {', '.join(without)}")
     at_once = _at_once(device) if at_once is None else at_once
     with Overview(cells) as overview:
-        runner = Runner(cells, asked.places, asked.command(device, at_once), at_once, overview.say, overview.watch)
+        runner = Runner(cells, asked.places, asked.command(device, at_once), at_once, overview.say, overview.watcher)
         complete = runner.run(float("inf") if minutes is None else minutes)
     found = [one.result for cell in cells if (one := standing(cell, asked.places)).result is not None]
     for comparison in comparisons([result for result in found if result is not None]):

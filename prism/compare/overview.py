@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from prism.reproduce.cells import Cell
@@ -43,7 +44,12 @@ class Overview:
         elif "FAILED" in sentence or "stop" in sentence:
             self.live.console.print(sentence, highlight=False)
 
-    def watch(self, runner: Runner) -> None:
+    @property
+    def watcher(self) -> Callable[[Runner], None] | None:
+        """What looks at the runner where there is a table to show; elsewhere the runner says a line now and then."""
+        return None if self.live is None else self._watch
+
+    def _watch(self, runner: Runner) -> None:
         if self.live is not None and time.monotonic() - self.drawn >= LOOK_EVERY:
             self.drawn = time.monotonic()
             self.live.update(self._table(runner))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from prism.architectures import all_architectures, find_architecture
+from prism.architectures import all_architectures, count_parameters, find_architecture
 from prism.config import NO_ENCODING, ModelConfig, Preset, RunConfig, preset
 from prism.encodings import all_encodings, find_encoding
 from prism.errors import UserError
@@ -70,18 +70,13 @@ def _named(asked: tuple[str, ...], everything: list[str]) -> list[str]:
     return list(dict.fromkeys(name for one in asked for name in (everything if one == ALL else [one])))
 
 
-def parameters(model: torch.nn.Module) -> int:
-    """How many numbers a model learns."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 @lru_cache
 def _standard(given: Preset, task: str, max_length: int) -> RunConfig:
     """The Transformer that all encodings but PRISM share: the preset's, with feed-forward parts as wide as it takes."""
     bare, measure = (preset(given, find_task(task)(), encoding, max_length) for encoding in (NO_ENCODING, MEASURE))
     with torch.random.fork_rng(devices=[]):
-        wanted = (1 - MOST_APART) * parameters(build(measure))
-        while parameters(build(bare)) < wanted:
+        wanted = (1 - MOST_APART) * count_parameters(build(measure))
+        while count_parameters(build(bare)) < wanted:
             bare = bare.changed({"model.feedforward": _transformer(bare).feedforward + 1})
     return bare
 

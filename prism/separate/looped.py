@@ -23,6 +23,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from prism.architectures import count_parameters
 from prism.config import ModelConfig, RunConfig
 from prism.curriculum import longest_at
 from prism.data import Vocabulary, draw, vocabulary
@@ -102,7 +103,7 @@ class Looped(Method):
                          length=length)
             scores[str(length)] = score(model, vocabulary(terms.task), drawn)
             report(f"length {length}: {scores[str(length)].exact:.1%} exact")
-        return scores, sum(parameter.numel() for parameter in model.parameters())
+        return scores, count_parameters(model)
 
 
 def ask(model: LoopedTransformer, words: Vocabulary, examples: Sequence[Example]) -> Asked:

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from prism.architectures import count_parameters
 from prism.config import LONGEST
 from prism.data import draw
 from prism.device import matmul_precision
@@ -81,7 +82,7 @@ class LiveModel:
         config = self.trained.config
         return {
             "name": self.trained.folder.path.resolve().name, "task": self.task.name, "label": config.label,
-            "max_length": config.max_length, "parameters": sum(each.numel() for each in self.model.parameters()),
+            "max_length": config.max_length, "parameters": count_parameters(self.model),
             "step": self.trained.step, "start_token": bool(self.start),
         }
 
